@@ -1,0 +1,21 @@
+"""Scoped float32 matmul precision for PyTorch."""
+
+from precision_scope._errors import PrecisionConflictWarning, PrecisionScopeError
+from precision_scope._levels import Float32MatmulPrecision
+from precision_scope._process import get_float32_matmul_precision, set_float32_matmul_precision
+from precision_scope._scopes import matmul_precision
+
+FLOAT32_MATMUL_PRECISION = Float32MatmulPrecision
+"""The RFC's name for :class:`Float32MatmulPrecision`."""
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FLOAT32_MATMUL_PRECISION",
+    "Float32MatmulPrecision",
+    "PrecisionConflictWarning",
+    "PrecisionScopeError",
+    "get_float32_matmul_precision",
+    "matmul_precision",
+    "set_float32_matmul_precision",
+]

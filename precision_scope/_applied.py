@@ -1,0 +1,201 @@
+"""What is applied: the backends, and what each held before the first scope.
+
+Everything here runs under the ledger's lock, but a signal handler can come
+between any two calls; see the ledger.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias
+
+from precision_scope._errors import PrecisionScopeError
+from precision_scope._levels import Float32MatmulPrecision
+from precision_scope.backends._base import Backend
+from precision_scope.backends._torch import TorchFlags
+
+
+_Saved: TypeAlias = tuple[Backend, object]
+"""A backend and its setting from before the first scope."""
+
+
+class _Failure(NamedTuple):
+    backend: Backend
+    what: str
+    error: Exception
+
+
+def _apply_to_each(backends: tuple[Backend, ...], level: Float32MatmulPrecision) -> None:
+    failures = []
+    for backend in backends:
+        try:
+            backend.apply(level)
+        except Exception as error:
+            failures.append(_Failure(backend, f"be set to {level.value!r}", error))
+    if failures:
+        raise _failed(failures) from failures[0].error
+
+
+def _failed(failures: list[_Failure]) -> PrecisionScopeError:
+    """Return the error that reports the failures, naming each backend."""
+    message = "; ".join(
+        f"backend {backend.name!r} could not {what}: {type(error).__name__}: {error}"
+        for backend, what, error in failures
+    )
+    return PrecisionScopeError(message, tuple(failure.backend.name for failure in failures))
+
+
+class Holding:
+    """Which backends are held at one time; never changed, only replaced.
+
+    Attributes:
+        backends: Those that follow the live scopes, torch's flags first.
+        idle: The other registered ones, which may have become active.
+        apply: Applies a level to all that are held, whichever fail.
+    """
+
+    __slots__ = ("apply", "backends", "idle")
+
+    def __init__(self, held: Iterable[Backend], registered: tuple[Backend, ...]) -> None:
+        self.backends = tuple(held)
+        self.idle = tuple(backend for backend in registered if backend not in self.backends)
+        # torch's flags alone are the usual case, and their setter cannot fail.
+        self.apply: Callable[[Float32MatmulPrecision], object] = (
+            self.backends[0].apply
+            if len(self.backends) == 1
+            else functools.partial(_apply_to_each, self.backends)
+        )
+
+
+class Applied:
+    """The registered backends; torch's flags are the first of them.
+
+    Attributes:
+        backends: The registered backends.
+        holding: Which of them follow the live scopes.
+        next_default: The process default to come when the last scope ends, if
+            it was set while scopes were live.
+    """
+
+    def __init__(self, torch_flags: TorchFlags) -> None:
+        self._torch_flags = torch_flags
+        self._saved: tuple[_Saved, ...] = ()  # of the held backends, in their order
+        self.next_default: Float32MatmulPrecision | None = None
+        self._register((torch_flags,), ())
+
+    def _register(self, backends: tuple[Backend, ...], saved: tuple[_Saved, ...]) -> None:
+        self.backends = backends
+        self._nothing_held = Holding((), backends)
+        self._torch_held = Holding((self._torch_flags,), backends)
+        holding = Holding((backend for backend, _ in saved), backends)
+        # All or nothing.
+        self._saved = saved
+        self.holding = holding
+
+    def hold_active(self) -> Holding:
+        """Save and hold the backends that have become active.
+
+        Raises:
+            PrecisionScopeError: For the first that fails.
+        """
+        if not self._saved:
+            saved = self._torch_flags.save()
+            if not self._saved:  # else a handler came between
+                # All or nothing.
+                self._saved = ((self._torch_flags, saved),)
+                self.holding = self._torch_held
+        for backend in self.holding.idle:
+            try:
+                if not backend.is_active():
+                    continue
+                saved = backend.save()
+            except Exception as error:
+                raise _failed([_Failure(backend, "be saved", error)]) from error
+            holding = Holding((*self.holding.backends, backend), self.backends)
+            if backend not in self.holding.backends:  # else a handler came between
+                # All or nothing.
+                self._saved = (*self._saved, (backend, saved))
+                self.holding = holding
+        return self.holding
+
+    def restore(self) -> None:
+        """Put every held backend back as it was, or at the new default, whichever fail.
+
+        Raises:
+            PrecisionScopeError: At the end, if any failed.
+        """
+        failures = None
+        for backend, saved in self._saved:
+            try:
+                if self.next_default is None:
+                    backend.restore(saved)
+                else:
+                    backend.apply(self.next_default)
+            except Exception as error:
+                failures = [*(failures or ()), _Failure(backend, "be restored", error)]
+        if failures is not None:
+            raise _failed(failures) from failures[0].error
+
+    def let_go(self) -> None:
+        """Hold nothing; what was held has been put back."""
+        # All or nothing.
+        self.holding = self._nothing_held
+        self._saved = ()
+        self.next_default = None
+
+    def set_default(self, level: Float32MatmulPrecision) -> None:
+        """Apply a level for good to every active backend, or to none."""
+        changed: list[tuple[Backend, object]] = []
+        try:
+            for backend in self.backends:
+                if backend.is_active():
+                    changed.append((backend, backend.save()))
+                    backend.apply(level)
+        except BaseException as error:
+            for changed_backend, saved in changed:
+                changed_backend.restore(saved)
+            if isinstance(error, Exception):
+                raise _failed([_Failure(backend, f"be set to {level.value!r}", error)]) from error
+            raise
+
+    def default(self) -> Float32MatmulPrecision:
+        """Return the level in force where no scope is live."""
+        if self.next_default is not None:
+            return self.next_default
+        if self._saved:
+            return self._torch_flags.level_of(self._saved[0][1])
+        return self._torch_flags.current_level()
+
+    def add(self, backend: Backend, level: Float32MatmulPrecision | None) -> None:
+        """Register a backend, and give it the level that live scopes have in force."""
+        if any(other.name == backend.name for other in self.backends):
+            raise ValueError(f"a backend named {backend.name!r} is registered; unregister that one first")
+        before = self._saved
+        self._register((*self.backends, backend), before)
+        try:
+            if level is not None:
+                self.hold_active().apply(level)
+        except BaseException:
+            added = self._saved[len(before) :]
+            self._register(self.backends[:-1], before)
+            for _, saved in added:
+                backend.restore(saved)
+            raise
+
+    def remove(self, name: str) -> None:
+        """Restore a backend and drop it."""
+        backend = next((backend for backend in self.backends[1:] if backend.name == name), None)
+        if backend is None:
+            names = ", ".join(repr(backend.name) for backend in self.backends[1:]) or "none"
+            raise ValueError(f"cannot unregister a backend named {name!r}; those registered: {names}")
+        held = [saved for other, saved in self._saved if other is backend]
+        self._register(
+            tuple(other for other in self.backends if other is not backend),
+            tuple(pair for pair in self._saved if pair[0] is not backend),
+        )
+        try:
+            for saved in held:
+                backend.restore(saved)
+        except Exception as error:
+            raise _failed([_Failure(backend, "be restored", error)]) from error

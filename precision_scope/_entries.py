@@ -1,0 +1,77 @@
+"""What is wanted: the entered scopes of each context.
+
+One context variable holds the innermost :class:`Entry` of an immutable linked
+stack. Contexts are copied with it, so tasks see the scopes that were live
+where they were started; an entry that has ended counts for nobody.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from precision_scope._levels import LEVELS, Float32MatmulPrecision
+
+if TYPE_CHECKING:
+    from precision_scope._owners import Owner
+
+# An entry's rank is that of its level, or one of these two above all levels.
+ASKS_NOTHING: Final = len(LEVELS)
+ENDED: Final = ASKS_NOTHING + 1
+
+RANKS: dict[object, int] = {None: ASKS_NOTHING, **{level.value: level.rank for level in LEVELS}}
+"""The rank of each valid argument of a scope, strings and members alike."""
+
+ScopeKey: TypeAlias = "list[int]"
+"""Stands for a scope object in its entries, which must not keep it alive.
+
+The list's identity is the key; its one element counts the live entries.
+"""
+
+
+class Entry:
+    """One entered scope.
+
+    It has no ``__init__``: entering a scope is the hot path, and a call in
+    Python takes longer than setting the attributes.
+
+    Attributes:
+        parent: The entry it was entered in, by context.
+        owner: The thread or task that entered it.
+        key: Stands for the scope object.
+        rank: The rank of the level it asks for, ASKS_NOTHING or ENDED.
+        over: The nearest entry of the same owner that it covers; see the ledger.
+        covers: How many live entries cover it directly; see the ledger.
+    """
+
+    __slots__ = ("__weakref__", "covers", "key", "over", "owner", "parent", "rank")
+
+    parent: Entry | None
+    owner: Owner
+    key: ScopeKey
+    rank: int
+    over: Entry | None
+    covers: int
+
+
+top: ContextVar[Entry | None] = ContextVar("precision_scope", default=None)
+"""The innermost entry of the context, or one that has ended inside of it."""
+
+
+def innermost() -> Entry | None:
+    """Return the innermost live entry of the calling context."""
+    entry = top.get()
+    while entry is not None and entry.rank == ENDED:
+        entry = entry.parent
+    return entry
+
+
+def wanted() -> Float32MatmulPrecision | None:
+    """Return the level that the calling context asks for; None outside scopes."""
+    entry = top.get()
+    while entry is not None:
+        rank = entry.rank  # once: another thread may end the entry
+        if rank < ASKS_NOTHING:
+            return LEVELS[rank]
+        entry = entry.parent
+    return None

@@ -1,0 +1,367 @@
+"""The ledger of live scopes: from what each wants to what the process applies.
+
+As long as one thread or task enters scopes and leaves them innermost first,
+the ledger is a *plain stack*: the contexts' own linked list of entries, and
+``_tip``, its innermost one, which says what to apply. Anything else turns it
+into the *general* form until it is empty again. There, an entry that covers
+another one of the same owner shadows it, and the backends follow the
+strictest of what the uncovered entries ask for.
+
+In both, leaving a scope never brings back what entering it found: it ends the
+entry and applies what is wanted *now*, which is right in any order of leaving.
+
+Why this holds under threads, interrupts and re-entry, with or without a GIL:
+
+* Entries, ledger and backends are written under one re-entrant lock. Reading
+  an entry's ``rank`` without it is safe: it is one reference.
+* Statements marked "all or nothing" make no call and no jump backwards, so
+  CPython handles no signal among them. ``end`` can be repeated: a second call
+  finishes what an interrupt cut short.
+* A signal handler, finaliser or trace function that enters a scope while its
+  own thread holds the lock gets through: it finds the entries whole, and what
+  it interrupted looks again at what is wanted after it has written.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Final
+
+from precision_scope._applied import Applied
+from precision_scope._conflicts import warn_of_conflict
+from precision_scope._entries import ASKS_NOTHING, ENDED, Entry, ScopeKey, innermost, top
+from precision_scope._errors import PrecisionConflictWarning, PrecisionScopeError
+from precision_scope._levels import LEVELS, Float32MatmulPrecision
+from precision_scope._owners import Owner, current_owner, on_owner_gone
+from precision_scope.backends._torch import TORCH_FLAGS
+
+if TYPE_CHECKING:
+    from precision_scope.backends._base import Backend
+
+
+class _Orphan(Entry):
+    """A live entry whose thread or task is gone.
+
+    It counts for as long as some context sees it: test frameworks, say, enter
+    a scope in one task and run the test in another, in the same context.
+    """
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        if self.rank != ENDED:
+            ledger.end(self)
+
+
+# The tip while the ledger is in its general form; no entry's parent.
+GENERAL: Final = Entry()
+
+
+class Ledger:
+    """The process's live entries, and the backends that follow them.
+
+    Attributes:
+        applied: The backends.
+        lock: Held for every change.
+        tip: The innermost entry of a plain stack; GENERAL in the general form.
+    """
+
+    __slots__ = ("_counts", "_live", "_orphans", "_warned", "applied", "lock", "tip")
+
+    def __init__(self, applied: Applied) -> None:
+        self.applied = applied
+        self.lock = threading.RLock()
+        self.tip: Entry | None = None
+        # The general form: the live entries in the order of entering, those
+        # whose owner is gone, and how many uncovered ones there are by rank.
+        self._live: dict[Entry, None] = {}
+        self._orphans: weakref.WeakSet[Entry] = weakref.WeakSet()
+        self._counts = [0] * len(LEVELS)
+        self._warned = False
+
+    # Entering and leaving, where the ledger is no plain stack or ceases to be.
+
+    def enter(self, entry: Entry, rank: int) -> None:
+        """Make an entry live, and apply what is wanted then."""
+        with self.lock:
+            self._generalise()
+            parent = entry.parent
+            while parent is not None and parent.rank == ENDED:
+                parent = parent.parent
+            entry.parent = over = parent
+            while over is not None and (over.owner is not entry.owner or over.rank >= ASKS_NOTHING):
+                over = over.parent
+            counts = self._counts
+            # All or nothing.
+            self._live[entry] = None
+            entry.key[0] += 1
+            entry.rank = rank
+            entry.over = None
+            entry.covers = 0
+            if rank != ASKS_NOTHING:
+                counts[rank] += 1
+                if over is not None:
+                    entry.over = over
+                    covers = over.covers = over.covers + 1
+                    if covers == 1:
+                        counts[over.rank] -= 1
+                self.settle(activate=True)
+
+    def end(self, entry: Entry) -> None:
+        """End an entry, in whatever order, and apply what is wanted now.
+
+        A second call settles once more, to finish what an interrupt cut short.
+        """
+        try:
+            with self.lock:
+                rank = entry.rank
+                if rank != ENDED:
+                    self._generalise()
+                    over = entry.over
+                    while over is not None and over.rank == ENDED:
+                        over = over.over
+                    counts = self._counts
+                    # All or nothing.
+                    if entry in self._live:
+                        del self._live[entry]
+                    entry.key[0] -= 1
+                    entry.rank = ENDED
+                    if rank != ASKS_NOTHING:
+                        if over is not None:
+                            # What covered the entry covers the next one from now on.
+                            covers = over.covers = over.covers + entry.covers - 1
+                            if covers == 0:
+                                counts[over.rank] += 1
+                        if entry.covers == 0:
+                            counts[rank] -= 1
+                    if isinstance(entry, _Orphan):
+                        self._orphans.discard(entry)
+                if rank != ASKS_NOTHING:
+                    self.settle(activate=False)
+                if self.tip is GENERAL and not self._live and not self._orphans:
+                    self.tip = None
+        finally:
+            if top.get() is entry:
+                top.set(innermost())
+
+    def _generalise(self) -> None:
+        """Turn a plain stack into the general form."""
+        tip = self.tip
+        if tip is GENERAL:
+            return
+        live: dict[Entry, None] = {}
+        counts = [0] * len(LEVELS)
+        for entry in self._stack():
+            entry.over = next(reversed(live), None)
+            entry.covers = 1
+            live[entry] = None
+        if tip is not None:
+            tip.covers = 0
+            counts[tip.rank] = 1
+        # All or nothing.
+        if tip is self.tip:  # no handler came between
+            self._live = live
+            self._counts = counts
+            self.tip = GENERAL
+
+    def _stack(self) -> list[Entry]:
+        """Return the entries of the plain stack in the order of entering."""
+        stack = []
+        entry = self.tip
+        while entry is not None:
+            stack.append(entry)
+            entry = entry.parent
+        return stack[::-1]
+
+    # What is wanted and what is applied.
+
+    def _wanted(self) -> int | None:
+        """Return the rank that the process must run at; None without scopes."""
+        tip = self.tip
+        if tip is not GENERAL:
+            return None if tip is None else tip.rank
+        return next((rank for rank, count in enumerate(self._counts) if count), None)
+
+    def settle(self, *, activate: bool) -> None:
+        """Bring the backends to what is wanted now.
+
+        Args:
+            activate: Also take in backends that have become active.
+        """
+        applied = self.applied
+        failure = None
+        while True:
+            rank = self._wanted()
+            try:
+                if rank is None:
+                    applied.restore()
+                elif activate:
+                    applied.hold_active().apply(LEVELS[rank])
+                else:
+                    applied.holding.apply(LEVELS[rank])
+            except PrecisionScopeError as error:
+                failure = error
+            if rank == self._wanted():  # else a handler came between
+                break
+        if rank is None:
+            applied.let_go()
+        if failure is not None:
+            raise failure
+
+    def set(self, level: Float32MatmulPrecision) -> None:
+        """Change the innermost scope's level or, outside scopes, the default."""
+        with self.lock:
+            entry = innermost()
+            if entry is None:
+                if self._wanted() is None:
+                    self.applied.set_default(level)
+                else:
+                    self.applied.next_default = level
+                return
+            old = entry.rank
+            if old != ASKS_NOTHING:
+                try:
+                    self._change(entry, level.rank)
+                except BaseException:
+                    self._change(entry, old)
+                    raise
+        if old == ASKS_NOTHING:
+            # Enter the scope again, now with a level.
+            again = Entry()
+            again.parent, again.owner, again.key, again.rank = entry.parent, entry.owner, entry.key, ENDED
+            self.end(entry)
+            try:
+                self.enter(again, level.rank)
+                top.set(again)
+            except BaseException:
+                self.end(again)
+                raise
+        try:
+            self.check_conflict()
+        except PrecisionConflictWarning:
+            with self.lock:
+                if entry.rank != ENDED:
+                    self._change(entry, old)
+            raise
+
+    def _change(self, entry: Entry, rank: int) -> None:
+        general = self.tip is GENERAL
+        # All or nothing.
+        if general and entry.covers == 0:
+            self._counts[rank] += 1
+            self._counts[entry.rank] -= 1
+        entry.rank = rank
+        self.settle(activate=True)
+
+    def default(self) -> Float32MatmulPrecision:
+        """Return the level in force where no scope is live."""
+        with self.lock:
+            return self.applied.default()
+
+    def check_conflict(self) -> None:
+        """Warn the first time that live scopes of several owners disagree."""
+        if self._warned or self._counts.count(0) >= len(LEVELS) - 1 or self.tip is not GENERAL:
+            return
+        with self.lock:
+            self._warned = True
+            wanted = {
+                LEVELS[entry.rank]: entry.owner
+                for entry in self._all_live()
+                if entry.rank < ASKS_NOTHING and entry.covers == 0
+            }
+        try:
+            warn_of_conflict(wanted)
+        except PrecisionConflictWarning:
+            self._warned = False
+            raise
+
+    # Finding entries.
+
+    def _all_live(self) -> list[Entry]:
+        with self.lock:
+            if self.tip is not GENERAL:
+                return self._stack()
+            return [*self._live, *self._orphans]
+
+    def find(self, key: ScopeKey) -> Entry | None:
+        """Return the entry that leaving the scope, here and now, means."""
+        entry = innermost()
+        while entry is not None:
+            if entry.key is key and entry.rank != ENDED:
+                return entry
+            entry = entry.parent
+        # Entered in another context: the newest, if possible of this owner.
+        owner = current_owner()
+        found = [entry for entry in self._all_live() if entry.key is key]
+        return max(reversed(found), key=lambda entry: entry.owner is owner, default=None)
+
+    def end_all(self, key: ScopeKey) -> None:
+        """End the entries of a scope object that is being collected."""
+        for entry in self._all_live():
+            if entry.key is key:
+                self.end(entry)
+
+    def level(self) -> Float32MatmulPrecision | None:
+        """Return the level that live scopes have in force; None without any."""
+        rank = self._wanted()
+        return None if rank is None else LEVELS[rank]
+
+    def live_scopes(self) -> list[tuple[Float32MatmulPrecision, Owner]]:
+        """Return level and owner of each live scope, in the order of entering."""
+        return [(LEVELS[entry.rank], entry.owner) for entry in self._all_live() if entry.rank < ASKS_NOTHING]
+
+    # Backends.
+
+    def add_backend(self, backend: Backend) -> None:
+        """Register a backend; live scopes give it the level in force."""
+        with self.lock:
+            self.applied.add(backend, self.level())
+
+    def remove_backend(self, name: str) -> None:
+        """Restore a backend and drop it."""
+        with self.lock:
+            self.applied.remove(name)
+
+    def backends(self) -> tuple[Backend, ...]:
+        """Return the registered backends, torch's flags first."""
+        return self.applied.backends
+
+    # What threads, tasks and processes leave behind.
+
+    def forget(self, owner: Owner) -> None:
+        """Let go of the entries that an ended thread or task left live."""
+        with self.lock:
+            left = [entry for entry in self._all_live() if entry.owner is owner]
+            if left:
+                self._generalise()
+            for entry in left:
+                self._orphans.add(entry)
+                self._live.pop(entry, None)
+                entry.__class__ = _Orphan  # contexts alone keep it from now on
+
+    def before_fork(self) -> None:
+        """Keep other threads out, so that the child gets a whole ledger."""
+        self.lock.acquire()
+
+    def after_fork_in_child(self) -> None:
+        """End the scopes of threads that do not exist in this process."""
+        for entry in self._all_live():
+            if not entry.owner.is_here():
+                self.end(entry)
+        self.lock.release()
+
+    def after_fork_in_parent(self) -> None:
+        """Let other threads in again."""
+        self.lock.release()
+
+
+ledger: Final = Ledger(Applied(TORCH_FLAGS))
+on_owner_gone(ledger.forget)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(
+        before=ledger.before_fork,
+        after_in_child=ledger.after_fork_in_child,
+        after_in_parent=ledger.after_fork_in_parent,
+    )

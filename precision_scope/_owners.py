@@ -1,0 +1,105 @@
+"""Who is running: the thread or asyncio task that a scope belongs to.
+
+Contexts are copied freely, so a context cannot tell who runs in it; a thread
+or a task can. An :class:`Owner` stands for one of them without keeping it
+alive, and says so when it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+# asyncio.get_running_loop() raises where no loop runs, which costs more than
+# a whole scope; this is the call below it, there for framework authors.
+_running_loop: Callable[[], asyncio.AbstractEventLoop | None] = asyncio._get_running_loop
+
+_on_owner_gone: Callable[[Owner], None]
+
+
+class Owner:
+    """A thread, or an asyncio task together with the thread it runs in.
+
+    Attributes:
+        thread_id: The identifier of the thread.
+        task: A weak reference to the task, or None for a thread.
+    """
+
+    __slots__ = ("task", "thread_id")
+
+    def __init__(self, thread_id: int, task: weakref.ref[asyncio.Task[Any]] | None = None) -> None:
+        self.thread_id = thread_id
+        self.task = task
+
+    def names(self) -> tuple[str, str | None]:
+        """Return the names of the thread and of the task, as far as they still exist."""
+        threads = {thread.ident: thread.name for thread in threading.enumerate()}
+        task = self.task() if self.task is not None else None
+        return threads.get(self.thread_id, str(self.thread_id)), task.get_name() if task is not None else None
+
+    def __str__(self) -> str:
+        thread, task = self.names()
+        return f"thread {thread}" if task is None else f"task {task} in thread {thread}"
+
+    def is_here(self) -> bool:
+        """Tell whether this owner belongs to the calling thread."""
+        return self.thread_id == threading.get_ident()
+
+
+class _Sentinel:
+    """Dies with its thread, in whose local storage it lies."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+
+    def __del__(self) -> None:
+        _on_owner_gone(self.owner)
+
+
+class _ThreadOwner(threading.local):
+    def __init__(self) -> None:
+        self.owner = Owner(threading.get_ident())
+        self.sentinel = _Sentinel(self.owner)
+
+
+_thread = _ThreadOwner()
+# Keyed by id(task): an entry goes before its task's id can be used again.
+_task_owners: dict[int, Owner] = {}
+
+
+def current_owner() -> Owner:
+    """Return the owner for the running asyncio task, else for the thread."""
+    loop = _running_loop()
+    if loop is not None:
+        task = asyncio.current_task(loop)
+        if task is not None:
+            owner = _task_owners.get(id(task))
+            if owner is None or owner.task is None or owner.task() is not task:
+                owner = _adopt(task)
+            return owner
+    return _thread.owner
+
+
+def _adopt(task: asyncio.Task[Any]) -> Owner:
+    key = id(task)
+
+    def gone(reference: weakref.ref[asyncio.Task[Any]]) -> None:
+        owner = _task_owners.get(key)
+        if owner is not None and owner.task is reference:
+            del _task_owners[key]
+            _on_owner_gone(owner)
+
+    owner = Owner(threading.get_ident(), weakref.ref(task, gone))
+    _task_owners[key] = owner
+    return owner
+
+
+def on_owner_gone(callback: Callable[[Owner], None]) -> None:
+    """Have ``callback`` called with each owner that ceases to exist."""
+    global _on_owner_gone
+    _on_owner_gone = callback

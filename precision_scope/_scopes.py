@@ -1,0 +1,198 @@
+"""The scope object: a with-block and a decorator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, final, overload
+
+from precision_scope._decorators import decorate
+from precision_scope._entries import ASKS_NOTHING, ENDED, RANKS, Entry, top
+from precision_scope._errors import PrecisionScopeError
+from precision_scope._ledger import GENERAL, ledger
+from precision_scope._levels import LEVELS, Float32MatmulPrecision, LevelName, raise_for_level
+from precision_scope._owners import current_owner
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_ClassMethod = TypeVar("_ClassMethod", bound="classmethod[Any, Any, Any]")
+
+
+_get_top = top.get
+_set_top = top.set
+_acquire = ledger.lock.acquire
+_release = ledger.lock.release
+_applied = ledger.applied
+
+
+def _release_if_owned() -> None:
+    """Release the lock, unless an interrupt came before it was had."""
+    if ledger.lock._is_owned():  # type: ignore[attr-defined]
+        _release()
+
+
+@final
+class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_grad, autocast
+    """Run a block, or a function, at a float32 matmul precision.
+
+    As a with-block it sets the level for the code inside and puts torch's
+    float32 matmul state back exactly when the block ends, however it ends.
+    As a decorator it does so around every call; a decorated coroutine,
+    generator or async generator holds the level only while its own code runs,
+    never while it is suspended.
+
+    Scopes nest: the innermost one decides. The level covers what runs inside
+    the scope; a ``backward()`` that is called later runs at the level in force
+    then.
+
+    Args:
+        level: ``"highest"``, ``"high"`` or ``"medium"``, as a string or a
+            :class:`Float32MatmulPrecision`. None asks for nothing, so that an
+            optional setting can be passed straight through.
+
+    Raises:
+        TypeError: If ``level`` is not a string, when the scope is made.
+        ValueError: If ``level`` is not the name of a level, likewise.
+        PrecisionScopeError: If a backend fails, at entry or at exit.
+
+    Example:
+        >>> import torch
+        >>> from precision_scope import get_float32_matmul_precision, matmul_precision
+        >>> with matmul_precision("medium"):
+        ...     product = torch.ones(2, 2) @ torch.ones(2, 2)
+        ...     print(get_float32_matmul_precision())
+        medium
+        >>> @matmul_precision("highest")
+        ... def solve(a, b):
+        ...     return torch.linalg.solve(a, b)
+
+    One object can be used again, entered while already entered, and shared by
+    threads and tasks. Each thread and task has its own scopes; tasks inherit
+    those that were live where they were started. Where scopes of different
+    threads or tasks disagree, the process runs at the strictest level.
+    """
+
+    __slots__ = ("__weakref__", "_key", "_rank")
+
+    def __init__(self, level: Float32MatmulPrecision | LevelName | None) -> None:
+        self._key = [0]
+        try:
+            self._rank = RANKS[level]
+        except (KeyError, TypeError):
+            raise_for_level(level)
+
+    # Entering and leaving are the hot path: straight-line code for a plain
+    # stack of scopes, see the ledger, and no call in Python that can be spared.
+    # The lock is taken by hand, since "with" takes longer than all that it
+    # would guard; no signal is handled between the inner try and the release.
+
+    def __enter__(self) -> None:
+        entry = Entry()
+        entry.parent = parent = _get_top()
+        entry.owner = owner = current_owner()
+        entry.key = key = self._key
+        entry.rank = ENDED
+        rank = self._rank
+        try:
+            try:
+                _acquire()
+                if parent is ledger.tip and rank != ASKS_NOTHING and (parent is None or parent.owner is owner):
+                    # All or nothing.
+                    ledger.tip = entry
+                    entry.rank = rank
+                    key[0] += 1
+                    holding = _applied.holding
+                    if holding.idle:
+                        holding = _applied.hold_active()
+                    holding.apply(LEVELS[rank])
+                else:
+                    ledger.enter(entry, rank)
+            except BaseException:
+                _release_if_owned()
+                raise
+            _release()
+            _set_top(entry)
+            if ledger.tip is GENERAL:
+                ledger.check_conflict()
+        except BaseException:
+            ledger.end(entry)
+            raise
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        entry = _get_top()
+        try:
+            if entry is None or entry.key is not self._key or entry.rank == ENDED:
+                entry = ledger.find(self._key)
+                if entry is None:
+                    return
+            try:
+                _acquire()
+                if entry is ledger.tip:
+                    parent = entry.parent
+                    # All or nothing.
+                    ledger.tip = parent
+                    entry.rank = ENDED
+                    entry.key[0] -= 1
+                    if parent is not None:
+                        _applied.holding.apply(LEVELS[parent.rank])
+                    else:
+                        _applied.restore()
+                        if ledger.tip is None:  # no handler came between
+                            _applied.let_go()
+                        else:
+                            ledger.settle(activate=True)
+                else:
+                    ledger.end(entry)
+            except BaseException:
+                _release_if_owned()
+                raise
+            _release()
+            if _get_top() is entry:
+                _set_top(entry.parent)
+        except BaseException:
+            if entry is not None:
+                ledger.end(entry)  # finish what was cut short
+            raise
+
+    def __del__(self) -> None:
+        # An interrupt on the first instruction of __exit__ leaves no other
+        # chance: the with-statement drops the object, and this ends its scope.
+        if self._key[0]:
+            ledger.end_all(self._key)
+
+    @overload
+    def __call__(self, function: _Function, /) -> _Function: ...
+    @overload
+    def __call__(self, function: _ClassMethod, /) -> _ClassMethod: ...
+    def __call__(self, function: Any, /) -> Any:
+        """Decorate a function, so that each of its calls runs in a scope.
+
+        Args:
+            function: A function, method, ``staticmethod``, ``classmethod``,
+                coroutine function, generator function, async generator
+                function or other callable.
+
+        Returns:
+            A callable of the same kind and signature.
+
+        Raises:
+            TypeError: For a class, or what cannot be called.
+        """
+        return decorate(function, functools.partial(matmul_precision, self._level))
+
+    @property
+    def _level(self) -> Float32MatmulPrecision | None:
+        return None if self._rank == ASKS_NOTHING else LEVELS[self._rank]
+
+    def __reduce__(self) -> tuple[type[matmul_precision], tuple[Float32MatmulPrecision | None]]:
+        return matmul_precision, (self._level,)
+
+    def __repr__(self) -> str:
+        return f"matmul_precision({self._level and self._level.value!r})"

@@ -1,0 +1,182 @@
+"""torch's own flags: the legacy value and, from torch 2.9 on, the cells.
+
+What each torch call writes and reads is subtle; the tests in
+``tests/test_exact_restore.py`` compare every getter by brute force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias, cast
+
+from precision_scope import _torch_api as api
+from precision_scope._levels import Float32MatmulPrecision, parse_level
+from precision_scope.backends._base import Backend
+
+_NONE = "none"
+_MIXED = "unreadable: torch's older and newer settings disagree"
+
+
+class TorchFlags(Backend):
+    """The flags of a torch that has only the legacy value (before 2.9)."""
+
+    name = "torch"
+
+    def is_active(self) -> bool:
+        return True
+
+    def save(self) -> object:
+        return api.get_legacy_value()
+
+    # The bare C function: this is the hottest call of the package.
+    apply = staticmethod(api.set_legacy_value)
+
+    def restore(self, saved: object, /) -> None:
+        api.set_legacy_value(cast("str", saved))
+
+    def describe(self) -> dict[str, str]:
+        return {
+            "float32_matmul_precision": _reading(api.get_legacy_value),
+            "cuda.matmul.allow_tf32": _reading(api.get_allow_tf32),
+            "cudnn.allow_tf32": _reading(api.get_cudnn_allow_tf32),
+        }
+
+    def current_level(self) -> Float32MatmulPrecision:
+        """Return the level that the flags amount to now; never raises."""
+        return parse_level(api.get_legacy_value())
+
+    def level_of(self, saved: object) -> Float32MatmulPrecision:
+        """Return the level that saved flags amount to."""
+        return parse_level(saved)
+
+
+# (legacy, stored cuda.matmul, stored mkldnn.matmul,
+#  reading of cuda.matmul, reading of mkldnn.matmul, stored parents)
+# Parents are (generic.all, cuda.all, mkldnn.all), or None for all "none".
+_Parents: TypeAlias = "tuple[str, str, str]"
+_Saved: TypeAlias = "tuple[str, str, str, str, str, _Parents | None]"
+
+
+class TorchCells(TorchFlags):
+    """The flags of a torch that has cells as well (2.9 and newer).
+
+    A cell's reading does not tell "none" from a value equal to its parent's,
+    and the legacy getter raises where cells and legacy value disagree, so an
+    exact save sometimes has to write for a moment.
+    """
+
+    def save(self) -> object:
+        cuda = api.get_cell("cuda", "matmul")
+        cpu = api.get_cell("mkldnn", "matmul")
+        if cuda == _NONE == cpu:
+            # Both read through to the root, so every parent is "none" too.
+            stored_cuda = stored_cpu = _NONE
+            parents = None
+        else:
+            stored_cuda, stored_cpu, parents = _stored_cells(cuda, cpu)
+        try:
+            legacy = api.get_legacy_value()
+        except RuntimeError:
+            legacy = _legacy_value_in_mixed_state(stored_cuda, stored_cpu)
+        return legacy, stored_cuda, stored_cpu, cuda, cpu, parents
+
+    def restore(self, saved: object, /) -> None:
+        legacy, stored_cuda, stored_cpu, cuda, cpu, parents = cast("_Saved", saved)
+        api.set_legacy_value(legacy)
+        api.set_cell("cuda", "matmul", stored_cuda)
+        api.set_cell("mkldnn", "matmul", stored_cpu)
+        if parents is not None:
+            _set_parents(parents)
+        elif api.get_cell("cuda", "matmul") != cuda or api.get_cell("mkldnn", "matmul") != cpu:
+            _set_parents((_NONE, _NONE, _NONE))  # somebody wrote to one inside the scope
+
+    def describe(self) -> dict[str, str]:
+        cells = {"float32_matmul_precision": _reading(api.get_legacy_value)}
+        cells["fp32_precision"] = api.get_cell("generic", "all")
+        for backend in ("cuda", "mkldnn"):
+            for operator in ("all", "matmul", "conv", "rnn"):
+                name = backend if operator == "all" else f"{backend}.{operator}"
+                cells[f"{name}.fp32_precision"] = api.get_cell(backend, operator)
+        return cells
+
+    def current_level(self) -> Float32MatmulPrecision:
+        return _level_of_readings(api.get_cell("cuda", "matmul"), api.get_cell("mkldnn", "matmul"))
+
+    def level_of(self, saved: object) -> Float32MatmulPrecision:
+        _, _, _, cuda, cpu, _ = cast("_Saved", saved)
+        return _level_of_readings(cuda, cpu)
+
+
+def _reading(getter: Callable[[], object]) -> str:
+    try:
+        return str(getter())
+    except RuntimeError:
+        return _MIXED
+
+
+def _level_of_readings(cuda: str, cpu: str) -> Float32MatmulPrecision:
+    """Return the level that acts like this on CUDA; the CPU breaks the tie."""
+    if cuda != "tf32":
+        return Float32MatmulPrecision.HIGHEST
+    return Float32MatmulPrecision.MEDIUM if cpu == "bf16" else Float32MatmulPrecision.HIGH
+
+
+def _stored_cells(cuda: str, cpu: str) -> tuple[str, str, _Parents]:
+    """Return what the two matmul cells, and their parents, really hold."""
+    generic = api.get_cell("generic", "all")  # the root: its reading is exact
+    all_cuda = api.get_cell("cuda", "all")
+    all_cpu = api.get_cell("mkldnn", "all")
+    plain_cuda = cuda == _NONE or cuda != all_cuda
+    plain_cpu = cpu == _NONE or cpu != all_cpu
+    if generic == _NONE and plain_cuda and plain_cpu:
+        return cuda, cpu, (generic, all_cuda, all_cpu)
+    return _stored_behind_parents(generic)
+
+
+def _stored_behind_parents(generic: str) -> tuple[str, str, _Parents]:
+    """Read the cells exactly by emptying their parents for a moment."""
+    parents = None
+    try:
+        api.set_cell("generic", "all", _NONE)
+        parents = generic, api.get_cell("cuda", "all"), api.get_cell("mkldnn", "all")
+        _set_parents((_NONE, _NONE, _NONE))
+        return api.get_cell("cuda", "matmul"), api.get_cell("mkldnn", "matmul"), parents
+    finally:
+        if parents is None:
+            _finish(api.set_cell, "generic", "all", generic)
+        else:
+            _finish(_set_parents, parents)
+
+
+def _legacy_value_in_mixed_state(stored_cuda: str, stored_cpu: str) -> str:
+    """Read the legacy value where its getter raises: with both cells at "ieee"."""
+    try:
+        _set_matmul_cells("ieee", "ieee")
+        return api.get_legacy_value()
+    finally:
+        _finish(_set_matmul_cells, stored_cuda, stored_cpu)
+
+
+def _set_matmul_cells(cuda: str, cpu: str) -> None:
+    api.set_cell("cuda", "matmul", cuda)
+    api.set_cell("mkldnn", "matmul", cpu)
+
+
+def _set_parents(parents: _Parents) -> None:
+    generic, cuda, cpu = parents
+    api.set_cell("generic", "all", generic)
+    api.set_cell("cuda", "all", cuda)
+    api.set_cell("mkldnn", "all", cpu)
+
+
+def _finish(write: Callable[..., object], *values: object) -> None:
+    """Call ``write``, and once more if an interrupt cut it short."""
+    try:
+        write(*values)
+    except BaseException:
+        write(*values)
+        raise
+
+
+TORCH_FLAGS: TorchFlags = TorchCells() if api.HAS_CELLS else TorchFlags()
+"""The flags of the torch that is installed."""
