@@ -3,6 +3,7 @@
 from precision_scope._errors import PrecisionConflictWarning, PrecisionScopeError
 from precision_scope._levels import Float32MatmulPrecision
 from precision_scope._process import get_float32_matmul_precision, set_float32_matmul_precision
+from precision_scope._report import report
 from precision_scope._scopes import matmul_precision
 
 FLOAT32_MATMUL_PRECISION = Float32MatmulPrecision
@@ -17,5 +18,6 @@ __all__ = [
     "PrecisionScopeError",
     "get_float32_matmul_precision",
     "matmul_precision",
+    "report",
     "set_float32_matmul_precision",
 ]

@@ -32,6 +32,8 @@ def _apply_to_each(backends: tuple[Backend, ...], level: Float32MatmulPrecision)
         try:
             backend.apply(level)
         except Exception as error:
+            if isinstance(backend, TorchFlags):  # never fails: a signal handler raised
+                raise
             failures.append(_Failure(backend, f"be set to {level.value!r}", error))
     if failures:
         raise _failed(failures) from failures[0].error
@@ -133,6 +135,8 @@ class Applied:
                 else:
                     backend.apply(self.next_default)
             except Exception as error:
+                if isinstance(backend, TorchFlags):  # never fails: a signal handler raised
+                    raise
                 failures = [*(failures or ()), _Failure(backend, "be restored", error)]
         if failures is not None:
             raise _failed(failures) from failures[0].error

@@ -1,19 +1,27 @@
 """Wrapping each kind of callable so that its own code runs in a scope.
 
-Coroutines, generators and async generators get a new scope for every step, so
-that they hold the level while they run and nothing while they are suspended.
+Coroutines, generators and async generators run in scopes step by step, so that
+they hold the level while they run and nothing while they are suspended.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-_MakeScope: TypeAlias = Callable[[], AbstractContextManager[None]]
+from precision_scope._entries import ASKS_NOTHING, top
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+
+    from precision_scope._scopes import matmul_precision
+
+_MakeScope: TypeAlias = "Callable[[], matmul_precision]"
+
+_METHOD_KINDS: tuple[type[Any], ...] = (staticmethod, classmethod)
 
 
 def decorate(function: Any, make_scope: _MakeScope) -> Any:
@@ -26,11 +34,12 @@ def decorate(function: Any, make_scope: _MakeScope) -> Any:
     Raises:
         TypeError: If ``function`` is a class or cannot be called.
     """
-    if isinstance(function, (staticmethod, classmethod)):
+    if isinstance(function, _METHOD_KINDS):
         return type(function)(decorate(function.__func__, make_scope))
     if isinstance(function, type):
         raise TypeError(
-            f"cannot decorate the class {function.__name__}: decorate those of its methods that need the level"
+            f"cannot decorate the class {function.__name__}; "
+            "decorate those of its methods that need the level"
         )
     if not callable(function):
         raise TypeError(f"expected a function to decorate, got {type(function).__name__}")
@@ -45,10 +54,8 @@ def _wrapper(function: Callable[..., Any], make_scope: _MakeScope) -> Callable[.
     if _is(inspect.isasyncgenfunction, function):
         return _async_generator_function(function, make_scope)
     if _is(inspect.isgeneratorfunction, function):
-        steps = _generator_function(function, make_scope)
-        code = getattr(function, "__code__", None)
-        awaitable = code is not None and code.co_flags & inspect.CO_ITERABLE_COROUTINE
-        return types.coroutine(steps) if awaitable else steps
+        steps = _generator_function(function, functools.partial(_StepScope, make_scope))
+        return types.coroutine(steps) if _is(_makes_awaitable_generators, function) else steps
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with make_scope():
@@ -57,29 +64,101 @@ def _wrapper(function: Callable[..., Any], make_scope: _MakeScope) -> Callable[.
     return call
 
 
-def _is(predicate: Callable[[object], bool], function: Callable[..., Any]) -> bool:
-    """Ask about a function or, for an object that is called, about its ``__call__``."""
-    return predicate(function) or (not inspect.isroutine(function) and predicate(type(function).__call__))
+def _is(predicate: Callable[[Any], bool], function: Callable[..., Any]) -> bool:
+    """Ask about ``function`` and about what a call of it comes down to."""
+    return predicate(function) or predicate(_called(function))
+
+
+def _called(function: Any) -> Any:
+    """Return the function behind partials, methods and objects with a ``__call__``."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif inspect.ismethod(function):
+            function = function.__func__
+        elif inspect.isroutine(function):
+            return function
+        else:
+            function = type(function).__call__
+
+
+def _makes_awaitable_generators(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and bool(code.co_flags & inspect.CO_ITERABLE_COROUTINE)
+
+
+class _StepScope:
+    """The scope around each step of one generator, coroutine or async generator.
+
+    It ends with the step, unless the function suspends inside a with-block of
+    its own: then it stays, below that one, and is below it in the next step
+    too. Entered anew, it would be the innermost one there.
+    """
+
+    __slots__ = ("_make_scope", "_scope")
+
+    def __init__(self, make_scope: _MakeScope) -> None:
+        self._make_scope = make_scope
+        self._scope: matmul_precision | None = None
+
+    def __enter__(self) -> None:
+        if not self._is_covered():
+            self._end()
+            self._scope = scope = self._make_scope()
+            scope.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_covered():
+            self._end()
+
+    def _is_covered(self) -> bool:
+        """Tell whether the scope is live below another one of this context, which decides."""
+        scope = self._scope
+        if scope is None:
+            return False
+        key = scope._key  # pyright: ignore[reportPrivateUsage]
+        covered = False
+        entry = top.get()
+        while entry is not None:
+            if entry.key is key:
+                return covered
+            covered = covered or entry.rank < ASKS_NOTHING
+            entry = entry.parent
+        return False
+
+    def _end(self) -> None:
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            scope.__exit__(None, None, None)
 
 
 def _generator_function(
-    function: Callable[..., Any], make_scope: _MakeScope
+    function: Callable[..., Any], step_scope: Callable[[], _StepScope]
 ) -> Callable[..., Generator[Any, Any, Any]]:
     def steps(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        with make_scope():
-            generator = function(*args, **kwargs)
-        resume, value = generator.send, None
-        while True:
-            try:
-                with make_scope():
-                    yielded = resume(value)
-            except StopIteration as stop:
-                return stop.value
-            try:
-                value = yield yielded
-                resume = generator.send
-            except BaseException as error:  # GeneratorExit too: close() throws it
-                resume, value = generator.throw, error
+        scope: Any = step_scope()
+        generator: Any = None
+        resume: Any = None
+        value: Any = None
+        try:
+            while True:
+                try:
+                    with scope:
+                        if generator is None:
+                            generator = function(*args, **kwargs)
+                            args, kwargs = (), {}  # whether to keep them is up to the function
+                            resume = generator.send
+                        value = resume(value)
+                except StopIteration as stop:
+                    return stop.value
+                try:
+                    value = yield value
+                    resume = generator.send
+                except BaseException as error:  # GeneratorExit too: close() throws it
+                    resume, value = generator.throw, error
+        finally:
+            # An error's traceback leads to this frame, which must not lead back.
+            scope = generator = resume = value = None
 
     return steps
 
@@ -88,10 +167,12 @@ def _coroutine_function(
     function: Callable[..., Any], make_scope: _MakeScope
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
     # A coroutine is stepped by send and throw as a generator is.
-    steps = types.coroutine(_generator_function(function, make_scope))
+    steps = types.coroutine(_generator_function(function, functools.partial(_StepScope, make_scope)))
 
     async def coroutine(*args: Any, **kwargs: Any) -> Any:
-        return await steps(*args, **kwargs)
+        running = steps(*args, **kwargs)
+        del args, kwargs
+        return await running
 
     return coroutine
 
@@ -99,25 +180,52 @@ def _coroutine_function(
 def _async_generator_function(
     function: Callable[..., Any], make_scope: _MakeScope
 ) -> Callable[..., AsyncGenerator[Any, Any]]:
-    step = _coroutine_function(_call, make_scope)
-
     async def async_generator(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        with make_scope():
-            generator = function(*args, **kwargs)
-        resume, value = generator.asend, None
-        while True:
-            try:
-                yielded = await step(resume, value)
-            except StopAsyncIteration:
-                return
-            try:
-                value = yield yielded
-                resume = generator.asend
-            except BaseException as error:  # GeneratorExit too: aclose() throws it
-                resume, value = generator.athrow, error
+        scope: Any = _StepScope(make_scope)
+        with scope:
+            generator: Any = function(*args, **kwargs)
+        del args, kwargs
+        # What asend returns suspends wherever the function awaits: it is stepped in turn.
+        step = types.coroutine(_generator_function(_call, lambda: scope))
+        finalise = sys.get_asyncgen_hooks().finalizer
+        resume: Any = functools.partial(_first_asend, generator)
+        value: Any = None
+        try:
+            while True:
+                try:
+                    value = await step(resume, value)
+                except StopAsyncIteration:
+                    return
+                try:
+                    value = yield value
+                    resume = generator.asend
+                except BaseException as error:  # GeneratorExit too: aclose() throws it
+                    resume, value = generator.athrow, error
+        finally:
+            if generator.ag_frame is not None and finalise is not None:
+                finalise(generator)  # a scope has failed: it has not come to its end
+            scope = generator = resume = value = None  # as above
 
     return async_generator
 
 
 def _call(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
+
+
+def _first_asend(generator: AsyncGenerator[Any, Any], value: Any) -> Any:
+    """Make the first step, at which a generator takes on the event loop's hooks, without them.
+
+    The loop closes the wrapper, which closes what it wraps. A loop that closed
+    both would do so at the same time.
+    """
+    hooks = sys.get_asyncgen_hooks()
+    try:
+        sys.set_asyncgen_hooks(None, _leave_alone)
+        return generator.asend(value)
+    finally:
+        sys.set_asyncgen_hooks(*hooks)
+
+
+def _leave_alone(_generator: AsyncGenerator[Any, Any]) -> None:
+    """Keep the garbage collector, too, from closing what is wrapped."""

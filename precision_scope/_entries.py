@@ -8,11 +8,12 @@ where they were started; an entry that has ended counts for nobody.
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from precision_scope._levels import LEVELS, Float32MatmulPrecision
 
 if TYPE_CHECKING:
+    from precision_scope._ledger import ScopeKey
     from precision_scope._owners import Owner
 
 # An entry's rank is that of its level, or one of these two above all levels.
@@ -21,12 +22,6 @@ ENDED: Final = ASKS_NOTHING + 1
 
 RANKS: dict[object, int] = {None: ASKS_NOTHING, **{level.value: level.rank for level in LEVELS}}
 """The rank of each valid argument of a scope, strings and members alike."""
-
-ScopeKey: TypeAlias = "list[int]"
-"""Stands for a scope object in its entries, which must not keep it alive.
-
-The list's identity is the key; its one element counts the live entries.
-"""
 
 
 class Entry:

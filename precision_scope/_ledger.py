@@ -15,7 +15,8 @@ Why this holds under threads, interrupts and re-entry, with or without a GIL:
 * Entries, ledger and backends are written under one re-entrant lock. Reading
   an entry's ``rank`` without it is safe: it is one reference.
 * Statements marked "all or nothing" make no call and no jump backwards, so
-  CPython handles no signal among them. ``end`` can be repeated: a second call
+  CPython handles no signal among them; what a trace function must not see
+  half done stands on one line. ``end`` can be repeated: a second call
   finishes what an interrupt cut short.
 * A signal handler, finaliser or trace function that enters a scope while its
   own thread holds the lock gets through: it finds the entries whole, and what
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Final
 
 from precision_scope._applied import Applied
 from precision_scope._conflicts import warn_of_conflict
-from precision_scope._entries import ASKS_NOTHING, ENDED, Entry, ScopeKey, innermost, top
+from precision_scope._entries import ASKS_NOTHING, ENDED, Entry, innermost, top
 from precision_scope._errors import PrecisionConflictWarning, PrecisionScopeError
 from precision_scope._levels import LEVELS, Float32MatmulPrecision
 from precision_scope._owners import Owner, current_owner, on_owner_gone
@@ -39,6 +40,23 @@ from precision_scope.backends._torch import TORCH_FLAGS
 
 if TYPE_CHECKING:
     from precision_scope.backends._base import Backend
+
+
+class ScopeKey:
+    """Stands for a scope object in its entries, which must not keep it alive.
+
+    Attributes:
+        entries: How many of its entries are live.
+    """
+
+    __slots__ = ("entries",)
+
+    def __init__(self) -> None:
+        self.entries = 0
+
+    def end_all(self) -> None:
+        """End the entries; the scope object is being collected."""
+        ledger.end_all(self)
 
 
 class _Orphan(Entry):
@@ -95,11 +113,11 @@ class Ledger:
                 over = over.parent
             counts = self._counts
             # All or nothing.
-            self._live[entry] = None
-            entry.key[0] += 1
-            entry.rank = rank
             entry.over = None
             entry.covers = 0
+            entry.rank = rank
+            entry.key.entries += 1
+            self._live[entry] = None
             if rank != ASKS_NOTHING:
                 counts[rank] += 1
                 if over is not None:
@@ -126,7 +144,7 @@ class Ledger:
                     # All or nothing.
                     if entry in self._live:
                         del self._live[entry]
-                    entry.key[0] -= 1
+                    entry.key.entries -= 1
                     entry.rank = ENDED
                     if rank != ASKS_NOTHING:
                         if over is not None:
@@ -231,13 +249,16 @@ class Ledger:
             # Enter the scope again, now with a level.
             again = Entry()
             again.parent, again.owner, again.key, again.rank = entry.parent, entry.owner, entry.key, ENDED
-            self.end(entry)
             try:
+                self.end(entry)
                 self.enter(again, level.rank)
                 top.set(again)
+                self.check_conflict()
             except BaseException:
+                self.end(entry)
                 self.end(again)
                 raise
+            return
         try:
             self.check_conflict()
         except PrecisionConflictWarning:
@@ -262,15 +283,14 @@ class Ledger:
 
     def check_conflict(self) -> None:
         """Warn the first time that live scopes of several owners disagree."""
-        if self._warned or self._counts.count(0) >= len(LEVELS) - 1 or self.tip is not GENERAL:
+        if self._warned or self.tip is not GENERAL or self._counts.count(0) >= len(LEVELS) - 1:
             return
         with self.lock:
+            asking = [entry for entry in self._all_live() if entry.rank < ASKS_NOTHING and entry.covers == 0]
+            wanted = {LEVELS[entry.rank]: entry.owner for entry in asking}
+            if self._warned or len(wanted) < 2 or len({entry.owner for entry in asking}) < 2:
+                return
             self._warned = True
-            wanted = {
-                LEVELS[entry.rank]: entry.owner
-                for entry in self._all_live()
-                if entry.rank < ASKS_NOTHING and entry.covers == 0
-            }
         try:
             warn_of_conflict(wanted)
         except PrecisionConflictWarning:

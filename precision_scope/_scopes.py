@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final, overload
 from precision_scope._decorators import decorate
 from precision_scope._entries import ASKS_NOTHING, ENDED, RANKS, Entry, top
 from precision_scope._errors import PrecisionScopeError
-from precision_scope._ledger import GENERAL, ledger
+from precision_scope._ledger import GENERAL, ScopeKey, ledger
 from precision_scope._levels import LEVELS, Float32MatmulPrecision, LevelName, raise_for_level
 from precision_scope._owners import current_owner
 
@@ -25,6 +25,7 @@ _set_top = top.set
 _acquire = ledger.lock.acquire
 _release = ledger.lock.release
 _applied = ledger.applied
+_nothing_to_end: Callable[[], object] = bool  # does nothing, and not in Python
 
 
 def _release_if_owned() -> None:
@@ -74,10 +75,17 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
     threads or tasks disagree, the process runs at the strictest level.
     """
 
-    __slots__ = ("__weakref__", "_key", "_rank")
+    __slots__ = ("__del__", "__weakref__", "_key", "_rank")
+
+    # An interrupt on the first instruction of __exit__ leaves one chance: the
+    # with-statement drops the object, and its finaliser ends the scope. The
+    # finaliser is a slot, so that it is Python code only while there is
+    # something to end: one that ran each time would swallow interrupts.
+    __del__: Callable[[], object]
 
     def __init__(self, level: Float32MatmulPrecision | LevelName | None) -> None:
-        self._key = [0]
+        self.__del__ = _nothing_to_end
+        self._key = ScopeKey()
         try:
             self._rank = RANKS[level]
         except (KeyError, TypeError):
@@ -98,11 +106,11 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
         try:
             try:
                 _acquire()
+                self.__del__ = key.end_all
                 if parent is ledger.tip and rank != ASKS_NOTHING and (parent is None or parent.owner is owner):
                     # All or nothing.
-                    ledger.tip = entry
-                    entry.rank = rank
-                    key[0] += 1
+                    entry.rank, ledger.tip = rank, entry
+                    key.entries += 1
                     holding = _applied.holding
                     if holding.idle:
                         holding = _applied.hold_active()
@@ -117,7 +125,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
             if ledger.tip is GENERAL:
                 ledger.check_conflict()
         except BaseException:
-            ledger.end(entry)
+            if entry.rank != ENDED:  # else the interrupt came before anything
+                ledger.end(entry)
             raise
 
     def __exit__(
@@ -126,10 +135,12 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        key = self._key
         entry = _get_top()
         try:
-            if entry is None or entry.key is not self._key or entry.rank == ENDED:
-                entry = ledger.find(self._key)
+            if entry is None or entry.key is not key or entry.rank == ENDED:
+                entry = None
+                entry = ledger.find(key)
                 if entry is None:
                     return
             try:
@@ -137,9 +148,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                 if entry is ledger.tip:
                     parent = entry.parent
                     # All or nothing.
-                    ledger.tip = parent
-                    entry.rank = ENDED
-                    entry.key[0] -= 1
+                    entry.rank, ledger.tip = ENDED, parent
+                    key.entries -= 1
                     if parent is not None:
                         _applied.holding.apply(LEVELS[parent.rank])
                     else:
@@ -150,22 +160,19 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                             ledger.settle(activate=True)
                 else:
                     ledger.end(entry)
+                if key.entries == 0:
+                    self.__del__ = _nothing_to_end
             except BaseException:
                 _release_if_owned()
                 raise
             _release()
             if _get_top() is entry:
                 _set_top(entry.parent)
-        except BaseException:
+        except BaseException:  # finish what was cut short
+            entry = entry or ledger.find(key)
             if entry is not None:
-                ledger.end(entry)  # finish what was cut short
+                ledger.end(entry)
             raise
-
-    def __del__(self) -> None:
-        # An interrupt on the first instruction of __exit__ leaves no other
-        # chance: the with-statement drops the object, and this ends its scope.
-        if self._key[0]:
-            ledger.end_all(self._key)
 
     @overload
     def __call__(self, function: _Function, /) -> _Function: ...

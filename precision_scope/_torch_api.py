@@ -29,3 +29,13 @@ if HAS_CELLS:
     # A reading is the stored value or, where that is "none", the parent's.
     get_cell: Callable[[str, str], str] = _C._get_fp32_precision_getter
     set_cell: Callable[[str, str, str], object] = _C._set_fp32_precision_setter
+
+
+def devices() -> list[str]:
+    """Return the names of the devices present, the CPU first."""
+    if hasattr(torch, "accelerator"):
+        count = torch.accelerator.device_count()
+        others = [f"{torch.accelerator.current_accelerator()}:{index}" for index in range(count)]
+    else:  # torch 2.4 and 2.5
+        others = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return ["cpu", *others]

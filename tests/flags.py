@@ -1,4 +1,4 @@
-"""Reading torch's whole float32 matmul state, for the tests."""
+"""Reading and resetting torch's whole float32 matmul state, for the tests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ import torch
 HAS_CELLS = hasattr(torch._C, "_get_fp32_precision_getter")
 
 State: TypeAlias = "dict[str, str]"
+
+
+def reset(level: str = "highest") -> None:
+    """Bring the float32 matmul state to that of a fresh process, or to a level set in one."""
+    torch.set_float32_matmul_precision(level)
+    if HAS_CELLS:
+        for backend in ("generic", "cuda", "mkldnn"):
+            torch._C._set_fp32_precision_setter(backend, "all", "none")
+        if level == "highest":
+            for backend in ("cuda", "mkldnn"):
+                torch._C._set_fp32_precision_setter(backend, "matmul", "none")
 
 
 def _answer(getter: Callable[[], object]) -> str:

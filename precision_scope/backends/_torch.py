@@ -7,7 +7,7 @@ What each torch call writes and reads is subtle; the tests in
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias, cast
+from typing import ClassVar, TypeAlias, cast
 
 from precision_scope import _torch_api as api
 from precision_scope._levels import Float32MatmulPrecision, parse_level
@@ -21,6 +21,9 @@ class TorchFlags(Backend):
     """The flags of a torch that has only the legacy value (before 2.9)."""
 
     name = "torch"
+
+    convolution_and_rnn_cells: ClassVar[tuple[str, ...]] = ("cudnn.allow_tf32",)
+    """The cells that matrix products do not follow, and no level changes."""
 
     def is_active(self) -> bool:
         return True
@@ -41,6 +44,13 @@ class TorchFlags(Backend):
             "cudnn.allow_tf32": _reading(api.get_cudnn_allow_tf32),
         }
 
+    def is_at(self, level: Float32MatmulPrecision) -> bool:
+        """Tell whether the flags read as applying ``level`` left them.
+
+        It only reads, and never raises.
+        """
+        return _reading(api.get_legacy_value) == level
+
     def current_level(self) -> Float32MatmulPrecision:
         """Return the level that the flags amount to now; never raises."""
         return parse_level(api.get_legacy_value())
@@ -56,6 +66,13 @@ class TorchFlags(Backend):
 _Parents: TypeAlias = "tuple[str, str, str]"
 _Saved: TypeAlias = "tuple[str, str, str, str, str, _Parents | None]"
 
+# What the legacy setter writes to cuda.matmul and mkldnn.matmul.
+_CELLS_AT = {
+    Float32MatmulPrecision.HIGHEST: ("ieee", "ieee"),
+    Float32MatmulPrecision.HIGH: ("tf32", "tf32"),
+    Float32MatmulPrecision.MEDIUM: ("tf32", "bf16"),
+}
+
 
 class TorchCells(TorchFlags):
     """The flags of a torch that has cells as well (2.9 and newer).
@@ -64,6 +81,13 @@ class TorchCells(TorchFlags):
     and the legacy getter raises where cells and legacy value disagree, so an
     exact save sometimes has to write for a moment.
     """
+
+    convolution_and_rnn_cells: ClassVar[tuple[str, ...]] = (
+        "cuda.conv.fp32_precision",
+        "cuda.rnn.fp32_precision",
+        "mkldnn.conv.fp32_precision",
+        "mkldnn.rnn.fp32_precision",
+    )
 
     def save(self) -> object:
         cuda = api.get_cell("cuda", "matmul")
@@ -99,6 +123,10 @@ class TorchCells(TorchFlags):
                 cells[f"{name}.fp32_precision"] = api.get_cell(backend, operator)
         return cells
 
+    def is_at(self, level: Float32MatmulPrecision) -> bool:
+        cells = api.get_cell("cuda", "matmul"), api.get_cell("mkldnn", "matmul")
+        return cells == _CELLS_AT[level] and super().is_at(level)
+
     def current_level(self) -> Float32MatmulPrecision:
         return _level_of_readings(api.get_cell("cuda", "matmul"), api.get_cell("mkldnn", "matmul"))
 
@@ -133,33 +161,46 @@ def _stored_cells(cuda: str, cpu: str) -> tuple[str, str, _Parents]:
     return _stored_behind_parents(generic)
 
 
+# Both functions below write for a moment in order to read, and put back what
+# they wrote with no call in Python on the way, which an interrupt could prevent.
+
+
 def _stored_behind_parents(generic: str) -> tuple[str, str, _Parents]:
     """Read the cells exactly by emptying their parents for a moment."""
-    parents = None
+    borrowed = [("generic", "all", generic)]
     try:
         api.set_cell("generic", "all", _NONE)
-        parents = generic, api.get_cell("cuda", "all"), api.get_cell("mkldnn", "all")
-        _set_parents((_NONE, _NONE, _NONE))
-        return api.get_cell("cuda", "matmul"), api.get_cell("mkldnn", "matmul"), parents
+        all_cuda, all_cpu = api.get_cell("cuda", "all"), api.get_cell("mkldnn", "all")
+        borrowed += [("cuda", "all", all_cuda), ("mkldnn", "all", all_cpu)]
+        api.set_cell("cuda", "all", _NONE)
+        api.set_cell("mkldnn", "all", _NONE)
+        stored = api.get_cell("cuda", "matmul"), api.get_cell("mkldnn", "matmul")
     finally:
-        if parents is None:
-            _finish(api.set_cell, "generic", "all", generic)
-        else:
-            _finish(_set_parents, parents)
+        try:
+            for cell in borrowed:
+                api.set_cell(*cell)
+        except BaseException:
+            for cell in borrowed:
+                api.set_cell(*cell)
+            raise
+    return *stored, (generic, all_cuda, all_cpu)
 
 
 def _legacy_value_in_mixed_state(stored_cuda: str, stored_cpu: str) -> str:
     """Read the legacy value where its getter raises: with both cells at "ieee"."""
+    borrowed = [("cuda", "matmul", stored_cuda), ("mkldnn", "matmul", stored_cpu)]
     try:
-        _set_matmul_cells("ieee", "ieee")
+        for backend, operator, _ in borrowed:
+            api.set_cell(backend, operator, "ieee")
         return api.get_legacy_value()
     finally:
-        _finish(_set_matmul_cells, stored_cuda, stored_cpu)
-
-
-def _set_matmul_cells(cuda: str, cpu: str) -> None:
-    api.set_cell("cuda", "matmul", cuda)
-    api.set_cell("mkldnn", "matmul", cpu)
+        try:
+            for cell in borrowed:
+                api.set_cell(*cell)
+        except BaseException:
+            for cell in borrowed:
+                api.set_cell(*cell)
+            raise
 
 
 def _set_parents(parents: _Parents) -> None:
@@ -167,15 +208,6 @@ def _set_parents(parents: _Parents) -> None:
     api.set_cell("generic", "all", generic)
     api.set_cell("cuda", "all", cuda)
     api.set_cell("mkldnn", "all", cpu)
-
-
-def _finish(write: Callable[..., object], *values: object) -> None:
-    """Call ``write``, and once more if an interrupt cut it short."""
-    try:
-        write(*values)
-    except BaseException:
-        write(*values)
-        raise
 
 
 TORCH_FLAGS: TorchFlags = TorchCells() if api.HAS_CELLS else TorchFlags()

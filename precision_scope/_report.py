@@ -1,0 +1,164 @@
+"""What is on right now: the record that :func:`report` returns."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from precision_scope._ledger import ledger
+from precision_scope._process import get_float32_matmul_precision
+from precision_scope.backends._torch import TORCH_FLAGS
+
+if TYPE_CHECKING:
+    from precision_scope._levels import Float32MatmulPrecision
+    from precision_scope.backends._base import Backend
+
+OVERRIDES: dict[str, str] = {
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": 'torch starts at "high" if it is "1"',
+    "NVIDIA_TF32_OVERRIDE": 'NVIDIA\'s libraries never use TF32 if it is "0", whatever the flags say',
+    "ONEDNN_DEFAULT_FPMATH_MODE": 'oneDNN may compute on the CPU in this precision, even at "highest"',
+    "HIPBLASLT_ALLOW_TF32": 'torch 2.7 to 2.9 uses TF32 on AMD GPUs only if it is "1"',
+    "XLA_USE_BF16": 'older torch_xla computes float32 in bfloat16 if it is "1", whatever the level',
+}
+"""The environment variables that override the flags, and what each does."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeReport:
+    """One live scope.
+
+    Attributes:
+        level: The level that it asks for.
+        thread: The name of the thread that entered it or, if that thread has
+            ended, its identifier.
+        task: The name of the asyncio task that entered it; None outside tasks.
+    """
+
+    level: Float32MatmulPrecision
+    thread: str
+    task: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the float32 matmul precision is, and where it comes from.
+
+    What a context *wants* and what the process *applies* can differ: torch's
+    flags are one per process, so where live scopes of several threads or tasks
+    disagree, the strictest level is applied.
+
+    Attributes:
+        wanted: The level that the calling thread or task asks for.
+        default: The level in force where no scope is live.
+        applied: The level that the process runs at.
+        backends: The settings of each active backend, cell by cell. Among
+            torch's are those of convolutions and RNNs, which follow their own
+            settings and no level. A backend that fails has its error as its
+            only cell.
+        scopes: The live scopes of all threads and tasks, in the order of entering.
+        isolation: Whether each thread and task has its own level.
+        environment: Those environment variables that are set and override what
+            the backends' settings say.
+        changed_by_others: Whether a scope is live and torch's flags are not as
+            it set them: some other code has written to them since.
+
+    A record is of the moment when it was made. It is immutable, and can be
+    passed between threads and tasks freely.
+
+    Example:
+        >>> from precision_scope import matmul_precision, report
+        >>> with matmul_precision("medium"):
+        ...     found = report()
+        >>> print(found.wanted, found.applied, [str(scope.level) for scope in found.scopes])
+        medium medium ['medium']
+    """
+
+    wanted: Float32MatmulPrecision
+    default: Float32MatmulPrecision
+    applied: Float32MatmulPrecision
+    backends: dict[str, dict[str, str]]
+    scopes: tuple[ScopeReport, ...]
+    isolation: bool
+    environment: dict[str, str]
+    changed_by_others: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain dicts, lists, strings and bools, for JSON.
+
+        Example:
+            >>> import json
+            >>> from precision_scope import report
+            >>> json.dumps(report().to_dict()["scopes"])
+            '[]'
+        """
+        return {
+            "wanted": self.wanted.value,
+            "default": self.default.value,
+            "applied": self.applied.value,
+            "backends": {name: dict(cells) for name, cells in self.backends.items()},
+            "scopes": [
+                {"level": scope.level.value, "thread": scope.thread, "task": scope.task}
+                for scope in self.scopes
+            ],
+            "isolation": self.isolation,
+            "environment": dict(self.environment),
+            "changed_by_others": self.changed_by_others,
+        }
+
+
+def report() -> Report:
+    """Tell which float32 matmul precision is wanted and applied, and by whom.
+
+    It changes nothing and never raises: a backend that fails is shown with
+    its error.
+
+    Returns:
+        A record for people to read and, by its ``to_dict()``, for JSON.
+
+    Example:
+        >>> from precision_scope import matmul_precision, report
+        >>> with matmul_precision("high"):
+        ...     found = report()
+        >>> print(found.wanted, found.changed_by_others)
+        high False
+
+    It can be called from any thread or task. ``wanted`` is for the one that
+    calls; all the rest is the same for the whole process.
+    """
+    # A signal handler can call in the middle of an entry, before the flags follow.
+    settled = not ledger.lock._is_owned()  # type: ignore[attr-defined]
+    # One moment of the ledger; and backends are called one at a time.
+    with ledger.lock:
+        wanted = get_float32_matmul_precision()
+        default = ledger.default()
+        in_force = ledger.level()
+        live = ledger.live_scopes()
+        backends = {
+            backend.name: cells
+            for backend in ledger.backends()
+            if (cells := _cells_if_active(backend)) is not None
+        }
+        changed_by_others = settled and in_force is not None and not TORCH_FLAGS.is_at(in_force)
+    # Outside: names need locks of threading's, which a finaliser may hold that waits for the ledger's.
+    scopes = tuple(ScopeReport(level, *owner.names()) for level, owner in live)
+    return Report(
+        wanted=wanted,
+        default=default,
+        applied=in_force or default,
+        backends=backends,
+        scopes=scopes,
+        isolation=False,
+        environment={name: value for name in OVERRIDES if (value := os.environ.get(name)) is not None},
+        changed_by_others=changed_by_others,
+    )
+
+
+def _cells_if_active(backend: Backend) -> dict[str, str] | None:
+    """Return what a backend says of its setting or of its failure; None if it is not in use."""
+    try:
+        if not backend.is_active():
+            return None
+        return {str(cell): str(value) for cell, value in backend.describe().items()}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}

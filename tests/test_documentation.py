@@ -1,0 +1,58 @@
+"""The code in the README and in the docstrings runs and prints what it says."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+from flags import reset
+
+import precision_scope
+
+README = Path(__file__).parent.parent / "README.md"
+
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(precision_scope.__path__, "precision_scope.")
+    if not module.name.endswith("__main__")
+)
+
+
+@pytest.mark.parametrize("name", ["precision_scope", *MODULES])
+def test_docstring_examples_run(name: str) -> None:
+    """Every docstring example of a module gives the output it shows."""
+    module = importlib.import_module(name)
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for test in finder.find(module, extraglobs=dict(vars(precision_scope))):
+        runner.run(test)
+        reset()  # a default that an example sets and sets back is no longer inherited
+    assert runner.summarize().failed == 0
+
+
+def readme_blocks() -> list[tuple[str, str]]:
+    """Return each Python block of the README with the output block that follows it."""
+    pattern = r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?"
+    return re.findall(pattern, README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", range(len(readme_blocks())))
+def test_readme_code_prints_what_the_readme_shows(block: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """A Python block of the README runs by itself and prints the block below it."""
+    code, output = readme_blocks()[block]
+    exec(compile(code, f"README.md, Python block {block}", "exec"), {"__name__": "readme"})
+    reset()
+    assert capsys.readouterr().out == output
+
+
+def test_public_names_have_documentation() -> None:
+    """Every public name says what it is, with an example for what can be called."""
+    for name in precision_scope.__all__:
+        documentation = getattr(precision_scope, name).__doc__
+        assert documentation, name
+        if callable(getattr(precision_scope, name)) and name.islower():
+            assert ">>>" in documentation, name

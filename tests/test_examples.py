@@ -1,0 +1,51 @@
+"""The examples run as they are, and print what they promise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+OUTPUT = {
+    "backward_level.py": """\
+backward() after the scope:
+  forward at medium
+  backward at highest
+backward() inside the scope:
+  forward at medium
+  backward at medium
+""",
+    "optional_setting.py": """\
+the caller's choice:
+  the library computes at high
+asked for more:
+  the library computes at highest
+afterwards: high
+""",
+    "sensitive_solve.py": """\
+features ran at 'medium', the solve at 'highest'
+torch's setting before 'highest', after 'highest'
+""",
+}
+
+
+def test_every_example_is_run_here() -> None:
+    """No example can be added without its output being checked."""
+    assert sorted(OUTPUT) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", OUTPUT)
+def test_an_example_prints_its_proof(name: str) -> None:
+    """Each example runs in a process of its own, without a warning."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", EXAMPLES / name],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, OUTPUT[name], "")

@@ -1,0 +1,279 @@
+"""Rules 8 and 19: exceptions out of signal handlers, and code that cuts in, leave no trace."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from flags import HAS_CELLS, reset, state
+
+from precision_scope import get_float32_matmul_precision, matmul_precision, set_float32_matmul_precision
+from precision_scope._ledger import ledger
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
+
+
+class Interrupted(BaseException):
+    """What the signal handler raises."""
+
+
+class TimedOut(Exception):  # noqa: N818
+    """What a handler of the usual kind raises: an ordinary exception."""
+
+
+def nested_blocks() -> None:
+    """Enter and leave scopes of changing and of equal levels."""
+    with matmul_precision("medium"):
+        with matmul_precision("high"), matmul_precision("high"):
+            pass
+        with matmul_precision("highest"):
+            pass
+
+
+@matmul_precision("high")
+def inner_call() -> None:
+    """Do nothing, at a level."""
+
+
+@matmul_precision("medium")
+def decorated_calls() -> None:
+    """Call a decorated function from a decorated one."""
+    inner_call()
+
+
+def sets_inside() -> None:
+    """Set levels inside scopes, also in one that asks for nothing."""
+    with matmul_precision(None):
+        set_float32_matmul_precision("high")
+        with matmul_precision("medium"):
+            set_float32_matmul_precision("highest")
+
+
+def overlapping() -> None:
+    """Leave scopes in another order than they were entered in."""
+    first, second = matmul_precision("medium"), matmul_precision("high")
+    with first:
+        second.__enter__()
+    second.__exit__(None, None, None)
+
+
+BODIES = [nested_blocks, decorated_calls, sets_inside]
+
+
+def pinned() -> None:
+    """Put torch into a state that an exact save must write to in order to read."""
+    reset()
+    torch.backends.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+@pytest.mark.parametrize("error", [Interrupted, TimedOut])
+@pytest.mark.parametrize("timer", ["ITIMER_REAL", "ITIMER_VIRTUAL"])
+@pytest.mark.parametrize("prepare", [reset, pytest.param(pinned, marks=pytest.mark.skipif(not HAS_CELLS, reason="no cells"))])
+@pytest.mark.parametrize("body", BODIES)
+def test_an_interrupt_at_any_moment_leaves_no_trace(
+    body: Callable[[], None], prepare: Callable[[], None], timer: str, error: type[BaseException]
+) -> None:
+    """Thousands of exceptions thrown by signal handlers into tight loops of scopes all pass through."""
+    which = getattr(signal, timer)
+    number = signal.SIGALRM if timer == "ITIMER_REAL" else signal.SIGVTALRM
+    # A virtual timer ticks with the kernel's clock, a real one as asked.
+    hits = 2000 if timer == "ITIMER_REAL" else 50
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise error
+
+    prepare()
+    before = state()
+    rng = random.Random(0)
+    previous = signal.signal(number, interrupt)
+    try:
+        for hit in range(hits):
+            # The traceback of an interrupt on the first instruction of __exit__
+            # holds the scope object; it goes at the end of the except clause.
+            try:
+                signal.setitimer(which, rng.uniform(20e-6, 300e-6))
+                while True:
+                    body()
+            except error:
+                pass
+            assert ledger.live_scopes() == [], hit
+            assert ledger.tip is None
+            assert state() == before, hit
+    finally:
+        signal.setitimer(which, 0)
+        signal.signal(number, previous)
+        reset()
+
+
+def test_a_keyboard_interrupt_passes_through_the_block() -> None:
+    """Ctrl-C in a block reaches the caller, and the level is put back."""
+    before = state()
+    with pytest.raises(KeyboardInterrupt), matmul_precision("medium"):
+        signal.raise_signal(signal.SIGINT)
+    assert state() == before
+
+
+def test_an_interrupt_on_the_first_instruction_of_exit_ends_the_scope() -> None:
+    """Where __exit__ never starts, dropping the scope object ends its scope."""
+    before = state()
+
+    def enter_and_lose_it() -> None:
+        matmul_precision("medium").__enter__()
+
+    enter_and_lose_it()
+    assert state() == before
+    assert get_float32_matmul_precision() == "highest"
+
+
+def in_the_critical_section(cut_in: Callable[[], None]) -> None:
+    """Run something as a signal handler would, while this thread holds the lock."""
+    with ledger.lock:
+        cut_in()
+
+
+@pytest.mark.parametrize("outer", [None, "highest", "high", "medium"])
+def test_a_handler_may_enter_scopes_inside_the_critical_section(outer: Any) -> None:
+    """A nested use of the package by the same thread neither deadlocks nor corrupts."""
+    seen = []
+
+    def handler() -> None:
+        with matmul_precision("medium"):
+            seen.append(torch.get_float32_matmul_precision())
+
+    before = state()
+    with matmul_precision(outer):
+        in_the_critical_section(handler)
+        assert outer is None or torch.get_float32_matmul_precision() == outer
+    assert seen == ["medium"]
+    assert state() == before
+
+
+def test_signal_handlers_that_enter_scopes_meet_the_loop_anywhere() -> None:
+    """Handlers that use scopes themselves, at random moments, disturb nothing."""
+    calls = []
+    before = state()
+
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        with matmul_precision("highest"):
+            calls.append(torch.get_float32_matmul_precision())
+            with matmul_precision("medium"):
+                calls.append(torch.get_float32_matmul_precision())
+
+    rng = random.Random(1)
+    previous = signal.signal(signal.SIGALRM, handler)
+    try:
+        while len(calls) < 4000:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(20e-6, 200e-6))
+            with matmul_precision("high"):
+                nested_blocks()
+                assert torch.get_float32_matmul_precision() == "high"
+                assert get_float32_matmul_precision() == "high"
+            sets_inside()
+            assert state() == before
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    # The inner level may be met by what was interrupted, half counted: never laxer.
+    assert set(calls[0::2]) == {"highest"}
+    assert set(calls[1::2]) <= {"highest", "high", "medium"}
+
+
+def test_trace_functions_that_enter_scopes_meet_every_line() -> None:
+    """A trace function that uses scopes at every line of the package disturbs nothing."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal lines
+        if "precision_scope" not in frame.f_code.co_filename or frame.f_code.co_filename == __file__:
+            return trace
+        if event == "line":
+            lines += 1
+            sys.settrace(None)
+            with matmul_precision("medium"), matmul_precision("high"):
+                pass
+            sys.settrace(trace)
+        return trace
+
+    before = state()
+    previous = sys.gettrace()
+    for body in BODIES:
+        sys.settrace(trace)
+        try:
+            body()
+        finally:
+            sys.settrace(previous)
+        assert ledger.live_scopes() == []
+        assert state() == before
+    assert lines > 100
+
+
+def test_finalisers_that_enter_scopes_meet_every_collection() -> None:
+    """Garbage collection, at every allocation, of objects that use scopes disturbs nothing."""
+    collected = 0
+
+    class Finalised:
+        """A cycle whose collection enters scopes."""
+
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            nonlocal collected
+            collected += 1
+            with matmul_precision("medium"), matmul_precision("highest"):
+                pass
+
+    before = state()
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(300):
+            Finalised()
+            with matmul_precision("high"):
+                Finalised()
+                nested_blocks()
+                assert get_float32_matmul_precision() == "high"
+            sets_inside()
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert collected >= 600
+    assert state() == before
+
+
+def test_an_interrupted_wait_for_the_lock_leaves_it_free() -> None:
+    """An interrupt while another thread is in the critical section harms neither."""
+    holding, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ledger.lock:
+            holding.set()
+            done.wait()
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise Interrupted
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    holding.wait()
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Interrupted):
+            matmul_precision("medium").__enter__()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        done.set()
+        thread.join()
+    nested_blocks()
+    assert ledger.live_scopes() == []
