@@ -19,7 +19,7 @@ from precision_scope.backends import Backend, register_backend, unregister_backe
 from precision_scope.backends._torch import TORCH_FLAGS, TorchFlags
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator
 
     from precision_scope._report import Report
 
@@ -83,11 +83,19 @@ def restored_flags() -> Generator[None, None, None]:
     TORCH_FLAGS.restore(saved)
 
 
-def in_a_thread(name: str, function: Callable[[], object]) -> None:
-    """Run a function in a new thread, to its end."""
-    thread = threading.Thread(target=function, name=name)
+def others_can_go_on() -> bool:
+    """Tell whether another thread can get the ledger's lock now."""
+    answers: list[bool] = []
+
+    def try_it() -> None:
+        answers.append(ledger.lock.acquire(blocking=False))
+        if answers[0]:
+            ledger.lock.release()
+
+    thread = threading.Thread(target=try_it)
     thread.start()
     thread.join()
+    return answers[0]
 
 
 @contextmanager
@@ -258,35 +266,31 @@ def test_a_backend_that_describes_itself_in_other_types_is_shown_in_strings() ->
 
 def test_a_backend_is_asked_while_no_other_thread_can_change_anything() -> None:
     """Backends are called one at a time, so no scope is entered elsewhere meanwhile."""
-    got_through: list[bool] = []
+    seen: list[bool] = []
 
     class Watching(Plugin):
         def describe(self) -> dict[str, str]:
-            in_a_thread("other", lambda: got_through.append(ledger.lock.acquire(blocking=False)))
+            seen.append(others_can_go_on())
             return {}
 
-    with registered(Watching("watching")):
+    with registered(Watching()):
         report()
-    assert got_through == [False]
+    assert seen == [False]
 
 
 def test_names_are_looked_up_while_other_threads_can_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Locks of threading's are taken outside the ledger's, whose holder may wait for them."""
-    got_through: list[bool] = []
+    seen: list[bool] = []
     enumerate_threads = threading.enumerate
 
-    def enumerate_and_try() -> list[threading.Thread]:
-        def acquire() -> None:
-            got_through.append(ledger.lock.acquire(blocking=False))
-            ledger.lock.release()
-
-        in_a_thread("other", acquire)
+    def watching() -> list[threading.Thread]:
+        seen.append(others_can_go_on())
         return enumerate_threads()
 
-    monkeypatch.setattr(threading, "enumerate", enumerate_and_try)
+    monkeypatch.setattr(threading, "enumerate", watching)
     with matmul_precision("high"):
         report()
-    assert got_through == [True]
+    assert seen == [True]
 
 
 # The environment.

@@ -1,10 +1,10 @@
 """What type checkers make of the package: checked by mypy and pyright, never run.
 
-The comments that ignore an error are checks, too: mypy complains of those for
+The comments that ignore an error are checks, too: both complain of those for
 which there is no error.
 """
 
-# pyright: strict
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=true
 
 from __future__ import annotations
 
@@ -109,13 +109,14 @@ async def coroutine_function(value: int) -> str:
     return str(value)
 
 
-assert_type(coroutine_function(1), Coroutine[Any, Any, str])
-coroutine_function("1")  # type: ignore[arg-type]
+returns_a_coroutine: Callable[[int], Coroutine[Any, Any, str]] = coroutine_function
 
 
 async def awaits() -> None:
-    """Await a decorated coroutine."""
+    """Await decorated coroutines."""
     assert_type(await coroutine_function(1), str)
+    await coroutine_function("1")  # type: ignore[arg-type]
+    assert_type(await Model().coroutine_method(1), str)
 
 
 @matmul_precision("high")
@@ -227,7 +228,6 @@ model = Model()
 assert_type(model.method(1), str)
 assert_type(Model.method(model, 1), str)
 model.method("1")  # type: ignore[arg-type]
-assert_type(model.coroutine_method(1), Coroutine[Any, Any, str])
 assert_type(model.static_outside(1), str)
 assert_type(Model.static_outside(1), str)
 Model.static_outside("1")  # type: ignore[arg-type]
@@ -255,5 +255,5 @@ assert_type(scope(functools.partial(function, 1, third=True))(), list[int])
 assert_type(scope(len)([]), int)
 as_a_lambda: Callable[[int], str] = scope(lambda value: str(value + 1))
 assert_type(scope(scope(function))(1, third=True), list[int])
-scope(1)  # type: ignore[type-var, call-overload]
-scope("function")  # type: ignore[type-var, call-overload]
+scope(1)  # type: ignore[call-overload]
+scope("function")  # type: ignore[call-overload]
