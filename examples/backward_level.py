@@ -4,6 +4,8 @@ A scope covers what runs inside it. A backward pass that is called after the
 scope has ended runs at the level in force then; call it inside to cover it.
 """
 
+from typing import Any
+
 import torch
 
 from precision_scope import get_float32_matmul_precision, matmul_precision
@@ -13,26 +15,27 @@ class Product(torch.autograd.Function):
     """A matrix product that tells at which level each pass runs."""
 
     @staticmethod
-    def forward(ctx, a, b):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         print("  forward at", get_float32_matmul_precision())
         ctx.save_for_backward(a, b)
         return a @ b
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         print("  backward at", get_float32_matmul_precision())
         a, b = ctx.saved_tensors
         return grad @ b.T, a.T @ grad
 
 
+product: Any = Product.apply
 a = torch.randn(8, 8, requires_grad=True)
 b = torch.randn(8, 8, requires_grad=True)
 
 print("backward() after the scope:")
 with matmul_precision("medium"):
-    loss = Product.apply(a, b).sum()
+    loss = product(a, b).sum()
 loss.backward()
 
 print("backward() inside the scope:")
 with matmul_precision("medium"):
-    Product.apply(a, b).sum().backward()
+    product(a, b).sum().backward()

@@ -15,7 +15,8 @@ seen: dict[str, str] = {}
 def solve_by_normal_equations(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Square the condition number, and so need every bit of the products."""
     seen["solve"] = str(get_float32_matmul_precision())
-    return torch.linalg.solve(a.T @ a, a.T @ b)
+    solution: torch.Tensor = torch.linalg.solve(a.T @ a, a.T @ b)
+    return solution
 
 
 def model(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from precision_scope._levels import Float32MatmulPrecision
 from precision_scope.backends._base import Backend
 from precision_scope.backends._torch import TorchFlags
 
-
 _Saved: TypeAlias = tuple[Backend, object]
 """A backend and its setting from before the first scope."""
 
@@ -27,7 +26,7 @@ class _Failure(NamedTuple):
 
 
 def _apply_to_each(backends: tuple[Backend, ...], level: Float32MatmulPrecision) -> None:
-    failures = []
+    failures: list[_Failure] = []
     for backend in backends:
         try:
             backend.apply(level)
@@ -127,7 +126,7 @@ class Applied:
         Raises:
             PrecisionScopeError: At the end, if any failed.
         """
-        failures = None
+        failures: list[_Failure] = []
         for backend, saved in self._saved:
             try:
                 if self.next_default is None:
@@ -137,8 +136,8 @@ class Applied:
             except Exception as error:
                 if isinstance(backend, TorchFlags):  # never fails: a signal handler raised
                     raise
-                failures = [*(failures or ()), _Failure(backend, "be restored", error)]
-        if failures is not None:
+                failures.append(_Failure(backend, "be restored", error))
+        if failures:
             raise _failed(failures) from failures[0].error
 
     def let_go(self) -> None:
@@ -150,17 +149,18 @@ class Applied:
 
     def set_default(self, level: Float32MatmulPrecision) -> None:
         """Apply a level for good to every active backend, or to none."""
-        changed: list[tuple[Backend, object]] = []
+        changed: list[_Saved] = []
         try:
             for backend in self.backends:
-                if backend.is_active():
-                    changed.append((backend, backend.save()))
-                    backend.apply(level)
-        except BaseException as error:
-            for changed_backend, saved in changed:
-                changed_backend.restore(saved)
-            if isinstance(error, Exception):
-                raise _failed([_Failure(backend, f"be set to {level.value!r}", error)]) from error
+                try:
+                    if backend.is_active():
+                        changed.append((backend, backend.save()))
+                        backend.apply(level)
+                except Exception as error:
+                    raise _failed([_Failure(backend, f"be set to {level.value!r}", error)]) from error
+        except BaseException:
+            for backend, saved in changed:
+                backend.restore(saved)
             raise
 
     def default(self) -> Float32MatmulPrecision:

@@ -171,7 +171,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 def _print(text: str) -> None:
     try:
-        print(text, flush=True)  # noqa: T201 -- what a command line does
+        print(text, flush=True)
     except OSError:
         # What is left in the buffer would fail once more when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -186,7 +186,7 @@ def _progress_line() -> Generator[Callable[[str], None], None, None]:
         return
 
     def show(text: str) -> None:
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)  # noqa: T201 -- likewise
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     try:
         yield show

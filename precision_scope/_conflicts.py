@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
 from typing import TYPE_CHECKING
 
@@ -35,9 +35,9 @@ def warn_of_conflict(wanted: dict[Float32MatmulPrecision, Owner]) -> None:
 
 def _stacklevel() -> int:
     """Return the level, as our caller's warning counts, of the first frame outside the package."""
-    frame = sys._getframe(1)
-    level = 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__ or ""):
+    frame = inspect.currentframe()
+    level = 0
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("precision_scope"):
         frame = frame.f_back
         level += 1
     return level

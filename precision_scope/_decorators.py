@@ -70,12 +70,10 @@ def _is(predicate: Callable[[Any], bool], function: Callable[..., Any]) -> bool:
 
 
 def _called(function: Any) -> Any:
-    """Return the function behind partials, methods and objects with a ``__call__``."""
+    """Return the function behind partials and objects with a ``__call__``."""
     while True:
         if isinstance(function, functools.partial):
             function = function.func
-        elif inspect.ismethod(function):
-            function = function.__func__
         elif inspect.isroutine(function):
             return function
         else:

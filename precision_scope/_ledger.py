@@ -186,7 +186,7 @@ class Ledger:
 
     def _stack(self) -> list[Entry]:
         """Return the entries of the plain stack in the order of entering."""
-        stack = []
+        stack: list[Entry] = []
         entry = self.tip
         while entry is not None:
             stack.append(entry)

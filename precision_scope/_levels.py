@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import difflib
 import enum
-from typing import Literal, NoReturn, TypeAlias
-
-LevelName: TypeAlias = Literal["highest", "high", "medium"]
 
 
 class Float32MatmulPrecision(str, enum.Enum):
@@ -36,14 +33,16 @@ class Float32MatmulPrecision(str, enum.Enum):
 
     rank: int  # 0 is the strictest
 
-    def __init__(self, value: str) -> None:
+    def __init__(self, _value: str) -> None:
         self.rank = len(self.__class__.__members__)
 
     # Enum hashes by member name and, on some Python versions, prints as
     # "Class.NAME"; a member must be interchangeable with its string.
     __hash__ = str.__hash__
     __str__ = str.__str__
-    __format__ = str.__format__
+
+    def __format__(self, format_spec: str) -> str:
+        return str.__format__(self, format_spec)
 
 
 LEVELS: tuple[Float32MatmulPrecision, ...] = tuple(Float32MatmulPrecision)
@@ -72,14 +71,12 @@ def parse_level(value: object) -> Float32MatmulPrecision:
     """
     if isinstance(value, str) and value in _BY_NAME:
         return _BY_NAME[value]
-    raise_for_level(value)
+    raise level_error(value)
 
 
-def raise_for_level(value: object) -> NoReturn:
-    """Raise the error that tells what is wrong with ``value`` as a level."""
-    if isinstance(value, str):
-        raise ValueError(_wrong_name(value))
-    raise TypeError(_wrong_type(value))
+def level_error(value: object) -> Exception:
+    """Return the error that tells what is wrong with ``value`` as a level."""
+    return ValueError(_wrong_name(value)) if isinstance(value, str) else TypeError(_wrong_type(value))
 
 
 def _wrong_type(value: object) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 # a whole scope; this is the call below it, there for framework authors.
 _running_loop: Callable[[], asyncio.AbstractEventLoop | None] = asyncio._get_running_loop
 
-_on_owner_gone: Callable[[Owner], None]
+_listeners: list[Callable[[Owner], None]] = []
 
 
 class Owner:
@@ -58,7 +58,7 @@ class _Sentinel:
         self.owner = owner
 
     def __del__(self) -> None:
-        _on_owner_gone(self.owner)
+        _say_gone(self.owner)
 
 
 class _ThreadOwner(threading.local):
@@ -92,14 +92,18 @@ def _adopt(task: asyncio.Task[Any]) -> Owner:
         owner = _task_owners.get(key)
         if owner is not None and owner.task is reference:
             del _task_owners[key]
-            _on_owner_gone(owner)
+            _say_gone(owner)
 
     owner = Owner(threading.get_ident(), weakref.ref(task, gone))
     _task_owners[key] = owner
     return owner
 
 
-def on_owner_gone(callback: Callable[[Owner], None]) -> None:
-    """Have ``callback`` called with each owner that ceases to exist."""
-    global _on_owner_gone
-    _on_owner_gone = callback
+def on_owner_gone(listener: Callable[[Owner], None]) -> None:
+    """Have ``listener`` called with each owner that ceases to exist."""
+    _listeners.append(listener)
+
+
+def _say_gone(owner: Owner) -> None:
+    for listener in _listeners:
+        listener(owner)

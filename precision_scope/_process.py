@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from precision_scope._entries import wanted
 from precision_scope._ledger import ledger
-from precision_scope._levels import Float32MatmulPrecision, LevelName, parse_level
+from precision_scope._levels import Float32MatmulPrecision, parse_level
 
 
-def set_float32_matmul_precision(level: Float32MatmulPrecision | LevelName) -> None:
+def set_float32_matmul_precision(level: str) -> None:
     """Set the float32 matmul precision for every device type.
 
     Outside all scopes this sets the process default, on torch's flags and on

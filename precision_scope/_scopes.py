@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, final, overload
 
 from precision_scope._decorators import decorate
 from precision_scope._entries import ASKS_NOTHING, ENDED, RANKS, Entry, top
-from precision_scope._errors import PrecisionScopeError
 from precision_scope._ledger import GENERAL, ScopeKey, ledger
-from precision_scope._levels import LEVELS, Float32MatmulPrecision, LevelName, raise_for_level
+from precision_scope._levels import LEVELS, Float32MatmulPrecision, level_error
 from precision_scope._owners import current_owner
 
 if TYPE_CHECKING:
@@ -83,13 +82,13 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
     # something to end: one that ran each time would swallow interrupts.
     __del__: Callable[[], object]
 
-    def __init__(self, level: Float32MatmulPrecision | LevelName | None) -> None:
+    def __init__(self, level: str | None) -> None:
         self.__del__ = _nothing_to_end
         self._key = ScopeKey()
         try:
             self._rank = RANKS[level]
         except (KeyError, TypeError):
-            raise_for_level(level)
+            raise level_error(level) from None
 
     # Entering and leaving are the hot path: straight-line code for a plain
     # stack of scopes, see the ledger, and no call in Python that can be spared.
@@ -107,7 +106,11 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
             try:
                 _acquire()
                 self.__del__ = key.end_all
-                if parent is ledger.tip and rank != ASKS_NOTHING and (parent is None or parent.owner is owner):
+                if (
+                    parent is ledger.tip
+                    and rank != ASKS_NOTHING
+                    and (parent is None or parent.owner is owner)
+                ):
                     # All or nothing.
                     entry.rank, ledger.tip = rank, entry
                     key.entries += 1

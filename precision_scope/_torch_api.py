@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_C: Any = torch._C
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 HAS_CELLS: bool = hasattr(_C, "_get_fp32_precision_getter")
 """Whether torch has the per-backend cells (2.9 and newer)."""

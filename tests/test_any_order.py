@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import gc
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -96,7 +96,7 @@ def test_leaving_twice_is_no_error() -> None:
 def test_a_generator_may_outlive_the_scope_it_was_started_in() -> None:
     """A with-block inside a generator ends when the generator does, in any order."""
 
-    def steps() -> Iterator[str]:
+    def steps() -> Generator[str, None, None]:
         with matmul_precision("medium"):
             yield str(get_float32_matmul_precision())
 

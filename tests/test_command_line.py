@@ -34,9 +34,7 @@ SMALL = ("--size", "64")
 
 def run_python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own."""
-    return subprocess.run(  # noqa: S603 -- our own interpreter
-        [sys.executable, *arguments], check=False, text=True, timeout=120, **options
-    )
+    return subprocess.run([sys.executable, *arguments], check=False, text=True, timeout=120, **options)
 
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -490,7 +488,7 @@ class Terminal:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start Python with the terminal for its standard error."""
-        process = subprocess.Popen(  # noqa: S603 -- our own interpreter
+        process = subprocess.Popen(
             [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=self.theirs, text=True
         )
         os.close(self.theirs)

@@ -15,15 +15,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from flags import State, reset, state
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import pytest
 from precision_scope import get_float32_matmul_precision, matmul_precision, set_float32_matmul_precision
 from precision_scope._ledger import ledger
+
+pytestmark = pytest.mark.filterwarnings("ignore::precision_scope.PrecisionConflictWarning")
 
 T = TypeVar("T")
 LEVELS = ["highest", "high", "medium"]  # strictest first
@@ -86,7 +88,9 @@ class Actor:
         if self.loop is None:
             self.commands.put(command)
         else:
-            self.loop.loop.call_soon_threadsafe(self.commands.put_nowait, command, context=contextvars.Context())
+            self.loop.loop.call_soon_threadsafe(
+                self.commands.put_nowait, command, context=contextvars.Context()
+            )
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function as this actor."""
@@ -116,7 +120,7 @@ class Entered:
     """The oracle's idea of an entered scope."""
 
     def __init__(self, level: str, owner: int, inside: list[Entered]) -> None:
-        self.scope = matmul_precision(level)  # type: ignore[arg-type]
+        self.scope = matmul_precision(level)
         self.level = level
         self.owner = owner
         self.inside = inside  # what was live around it
@@ -193,14 +197,14 @@ class Concurrency(RuleBasedStateMachine):
         entered = data.draw(st.sampled_from(self._live()), label="scope")
         actor = entered.owner if own and entered.owner in self.actors else self._pick(data)
         leave = entered.scope.__exit__
-        self.actors[actor].call(lambda: leave(error and type(error), error, None))
+        self.actors[actor].call(lambda: leave(None if error is None else type(error), error, None))
         entered.live = False
 
     @rule(data=st.data(), level=st.sampled_from(LEVELS))
     def set(self, data: st.DataObject, level: str) -> None:
         actor = self._pick(data)
         innermost = self._innermost(actor)
-        self.actors[actor].call(lambda: set_float32_matmul_precision(level))  # type: ignore[arg-type]
+        self.actors[actor].call(lambda: set_float32_matmul_precision(level))
         if innermost is not None:
             innermost.level = level
         else:
@@ -215,7 +219,9 @@ class Concurrency(RuleBasedStateMachine):
         del self.contexts[actor]
         for entered in self.entered:
             # What a dead owner left live lasts as long as some context sees it.
-            if entered.owner not in self.actors and not any(entered in seen for seen in self.contexts.values()):
+            if entered.owner not in self.actors and not any(
+                entered in seen for seen in self.contexts.values()
+            ):
                 entered.live = False
 
     # What must be true after every step.
@@ -258,4 +264,3 @@ TestConcurrency.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-TestConcurrency.pytestmark = [pytest.mark.filterwarnings("ignore::precision_scope.PrecisionConflictWarning")]

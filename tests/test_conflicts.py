@@ -130,7 +130,11 @@ def test_the_warning_as_an_error_fails_entry_cleanly(other: ThreadPoolExecutor) 
             with pytest.raises(PrecisionConflictWarning):
                 other.submit(theirs.__enter__).result()
             assert state() == inside
-            assert other.submit(get_float32_matmul_precision).result() == "highest" == before["get_float32_matmul_precision"]
+            assert (
+                other.submit(get_float32_matmul_precision).result()
+                == "highest"
+                == before["get_float32_matmul_precision"]
+            )
             assert [str(level) for level, _ in ledger.live_scopes()] == ["high"]
     assert state() == before
 
@@ -164,7 +168,7 @@ def test_tasks_that_hold_blocks_across_await_compete() -> None:
     seen = []
 
     async def hold(level: str, entered: asyncio.Event, leave: asyncio.Event) -> None:
-        with matmul_precision(level):  # type: ignore[arg-type]
+        with matmul_precision(level):
             entered.set()
             await leave.wait()
             seen.append((level, str(get_float32_matmul_precision()), torch.get_float32_matmul_precision()))

@@ -12,6 +12,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import pytest
@@ -32,7 +33,11 @@ SETTERS: dict[str, Callable[[str], object]] = {
 CELL_SETTERS: dict[str, Callable[[str], object]] = {
     "generic": lambda value: setattr(torch.backends, "fp32_precision", value),
     "cuda.matmul": lambda value: setattr(torch.backends.cuda.matmul, "fp32_precision", value),
-    "mkldnn.matmul": lambda value: setattr(torch.backends.mkldnn.matmul, "fp32_precision", value),
+    "mkldnn.matmul": lambda value: setattr(
+        torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+        "fp32_precision",
+        value,
+    ),
     "cuda.all": lambda value: setattr(torch.backends.cudnn, "fp32_precision", value),
     "mkldnn.all": lambda value: torch._C._set_fp32_precision_setter("mkldnn", "all", value),
 }
@@ -42,7 +47,9 @@ if HAS_CELLS:
     VALUES |= {name: ["none", "ieee", "tf32", "bf16"] for name in CELL_SETTERS}
     VALUES["cuda.matmul"] = VALUES["cuda.all"] = ["none", "ieee", "tf32"]
 PARENTS = [name for name in SETTERS if name in ("generic", "cuda.all", "mkldnn.all")]
-CONVOLUTIONS = {"cuda.conv": ["ieee", "tf32"], "mkldnn.conv": ["none", "ieee", "tf32", "bf16"]} if HAS_CELLS else {}
+CONVOLUTIONS = (
+    {"cuda.conv": ["ieee", "tf32"], "mkldnn.conv": ["none", "ieee", "tf32", "bf16"]} if HAS_CELLS else {}
+)
 
 
 def write(name: str, value: str) -> None:
@@ -50,7 +57,8 @@ def write(name: str, value: str) -> None:
     if name in SETTERS:
         SETTERS[name](value)
     else:
-        torch._C._set_fp32_precision_setter(*name.split("."), value)
+        backend, operator = name.split(".")
+        torch._C._set_fp32_precision_setter(backend, operator, value)
 
 
 def random_writes(rng: random.Random, most: int, names: list[str]) -> list[Write]:
@@ -122,6 +130,6 @@ def in_a_child(work: Callable[[], list[State]]) -> list[State]:
 def test_a_twin_process_that_saw_no_scope_has_the_same_state(block: int) -> None:
     """Hundreds of random programs leave what their twins without scopes have."""
     for seed in range(block * 40, block * 40 + 40):
-        seen = in_a_child(lambda: Program(seed).run(scopes=True))
-        expected = in_a_child(lambda: Program(seed).run(scopes=False))
+        seen = in_a_child(partial(Program(seed).run, scopes=True))
+        expected = in_a_child(partial(Program(seed).run, scopes=False))
         assert seen == expected, f"program {seed}: {Program(seed).before} then {Program(seed).after}"

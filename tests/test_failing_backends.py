@@ -87,7 +87,7 @@ def test_a_failure_at_the_outermost_entry_puts_everything_back(backends: list[Fr
     """The error names the backend, the scope is not live, all others are as before."""
     before = state()
     backends[1].failing[call] = 1
-    with pytest.raises(PrecisionScopeError, match="'middle' could not .*LookupError") as caught:
+    with pytest.raises(PrecisionScopeError, match=r"'middle' could not .*LookupError") as caught:
         matmul_precision("medium").__enter__()
     assert caught.value.backends == ("middle",)
     assert isinstance(caught.value.__cause__, LookupError)

@@ -71,13 +71,15 @@ BODIES = [nested_blocks, decorated_calls, sets_inside]
 def pinned() -> None:
     """Put torch into a state that an exact save must write to in order to read."""
     reset()
-    torch.backends.fp32_precision = "tf32"
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch._C._set_fp32_precision_setter("generic", "all", "tf32")
+    torch._C._set_fp32_precision_setter("cuda", "matmul", "tf32")
 
 
 @pytest.mark.parametrize("error", [Interrupted, TimedOut])
 @pytest.mark.parametrize("timer", ["ITIMER_REAL", "ITIMER_VIRTUAL"])
-@pytest.mark.parametrize("prepare", [reset, pytest.param(pinned, marks=pytest.mark.skipif(not HAS_CELLS, reason="no cells"))])
+@pytest.mark.parametrize(
+    "prepare", [reset, pytest.param(pinned, marks=pytest.mark.skipif(not HAS_CELLS, reason="no cells"))]
+)
 @pytest.mark.parametrize("body", BODIES)
 def test_an_interrupt_at_any_moment_leaves_no_trace(
     body: Callable[[], None], prepare: Callable[[], None], timer: str, error: type[BaseException]

@@ -221,7 +221,7 @@ class TestMembersAreStrings:
         self, member: Float32MatmulPrecision, name: str, protocol: int
     ) -> None:
         """What comes out of a pickle is the same object."""
-        assert pickle.loads(pickle.dumps(member, protocol)) is member, name  # noqa: S301
+        assert pickle.loads(pickle.dumps(member, protocol)) is member, name
 
     def test_copies_are_the_member_itself(self, member: Float32MatmulPrecision, name: str) -> None:
         """Copying shallowly or deeply makes no second member."""
@@ -382,7 +382,7 @@ def test_a_function_is_not_touched_when_its_decorator_is_refused() -> None:
     """The refusal comes when the scope is made: before it sees what it would decorate."""
     with pytest.raises(ValueError, match="the nearest"):
 
-        @matmul_precision("hihg")  # type: ignore[arg-type]
+        @matmul_precision("hihg")
         def multiply() -> None: ...
 
     assert "multiply" not in locals()

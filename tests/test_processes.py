@@ -99,9 +99,8 @@ def test_forks_while_other_threads_are_inside_scopes_and_inside_the_critical_sec
     def busy(seed: int) -> None:
         rng = random.Random(seed)
         while not stop.is_set():
-            with matmul_precision(rng.choice(["high", "highest"])):  # type: ignore[arg-type]
-                with matmul_precision("medium"):
-                    pass
+            with matmul_precision(rng.choice(["high", "highest"])), matmul_precision("medium"):
+                pass
 
     threads = [threading.Thread(target=busy, args=(seed,)) for seed in range(3)]
     for thread in threads:
@@ -182,7 +181,7 @@ def test_scopes_can_be_copied_and_pickled_also_while_entered(
     how: Callable[[matmul_precision], matmul_precision], level: str | None
 ) -> None:
     """The copy asks for the same level, and is not entered because the original is."""
-    original = matmul_precision(level)  # type: ignore[arg-type]
+    original = matmul_precision(level)
     with original:
         twin = how(original)
         assert repr(twin) == repr(original) == f"matmul_precision({level!r})"
@@ -205,6 +204,10 @@ async def main():
 asyncio.run(main())
 """
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

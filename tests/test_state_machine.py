@@ -5,6 +5,8 @@ The oracle below knows what must be true and nothing of how the package does it.
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import torch
 from flags import HAS_CELLS, State, reset, state
 from hypothesis import given, settings
@@ -42,14 +44,15 @@ def write(name: str, value: str) -> None:
     elif name == "allow_tf32":
         torch.backends.cuda.matmul.allow_tf32 = value == "True"
     else:
-        torch._C._set_fp32_precision_setter(*name.split("."), value)
+        backend, operator = name.split(".")
+        torch._C._set_fp32_precision_setter(backend, operator, value)
 
 
 class Scope:
     """The oracle's idea of an entered scope."""
 
     def __init__(self, level: str | None) -> None:
-        self.real = matmul_precision(level)  # type: ignore[arg-type] -- as callers do
+        self.real = matmul_precision(level)
         self.level = level
 
 
@@ -93,8 +96,7 @@ class Scopes(RuleBasedStateMachine):
         was = self.wanted()
         scope = data.draw(st.sampled_from(self.entered))
         self.entered.remove(scope)
-        result: object = scope.real.__exit__(error and type(error), error, None)
-        assert not result
+        scope.real.__exit__(None if error is None else type(error), error, None)
         if scope.level is not None:
             self.asked(was)
 
@@ -105,10 +107,10 @@ class Scopes(RuleBasedStateMachine):
             if was is None:
                 self.before = state()
             self.entered[-1].level = level
-            set_float32_matmul_precision(level)  # type: ignore[arg-type]
+            set_float32_matmul_precision(level)
             self.asked(was)
         else:
-            set_float32_matmul_precision(level)  # type: ignore[arg-type]
+            set_float32_matmul_precision(level)
             assert torch.get_float32_matmul_precision() == level
 
     @rule(write_=WRITES)
@@ -145,23 +147,25 @@ TestScopes = Scopes.TestCase
 TestScopes.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
 
 
-PROGRAMS = st.recursive(
+# (level, fails, writes inside, programs inside)
+Program: TypeAlias = "list[tuple[str, bool, list[tuple[str, str]], Any]]"
+PROGRAMS: st.SearchStrategy[Program] = st.recursive(
     st.just([]),
     lambda inner: st.lists(st.tuples(LEVELS, st.booleans(), st.lists(WRITES, max_size=2), inner), max_size=3),
     max_leaves=8,
 )
 
 
-def run(program: list[tuple[str, bool, list[tuple[str, str]], list[object]]]) -> list[str]:
+def run(program: Program) -> list[str]:
     """Run nested scopes with writes and exceptions inside; return the levels seen."""
     seen = []
     for level, fails, writes, inner in program:
         try:
-            with matmul_precision(level):  # type: ignore[arg-type]
+            with matmul_precision(level):
                 seen.append(torch.get_float32_matmul_precision())
                 for name, value in writes:
                     write(name, value)
-                seen += run(inner)  # type: ignore[arg-type]
+                seen += run(inner)
                 if fails:
                     raise LookupError
         except LookupError:
@@ -171,9 +175,7 @@ def run(program: list[tuple[str, bool, list[tuple[str, str]], list[object]]]) ->
 
 @settings(max_examples=200, deadline=None)
 @given(before=st.lists(WRITES, max_size=4), program=PROGRAMS)
-def test_the_state_is_always_restored(
-    before: list[tuple[str, str]], program: list[tuple[str, bool, list[tuple[str, str]], list[object]]]
-) -> None:
+def test_the_state_is_always_restored(before: list[tuple[str, str]], program: Program) -> None:
     """Whatever was set before and happens inside, the state afterwards is that from before."""
     reset()
     for name, value in before:
@@ -192,7 +194,7 @@ def test_strings_and_enum_values_are_equivalent(levels: list[str]) -> None:
     def nest(names: list[str]) -> list[tuple[str, State]]:
         if not names:
             return []
-        with matmul_precision(names[0]):  # type: ignore[arg-type]
+        with matmul_precision(names[0]):
             return [(get_float32_matmul_precision(), state()), *nest(names[1:])]
 
     assert nest(levels) == nest([Float32MatmulPrecision(name) for name in levels])

@@ -27,7 +27,7 @@ def random_nest(rng: random.Random, depth: int = 0) -> None:
     """Enter scopes of random levels, nested, with exceptions."""
     level = rng.choice(LEVELS)
     try:
-        with matmul_precision(level):  # type: ignore[arg-type]
+        with matmul_precision(level):
             assert get_float32_matmul_precision() == level
             # Strictest wins: the process is never laxer than this thread asks.
             assert LEVELS.index(torch.get_float32_matmul_precision()) <= LEVELS.index(level)
@@ -87,7 +87,7 @@ def test_threads_and_tasks_together_leave_the_state_exact() -> None:
     async def hold(rng: random.Random) -> None:
         for _ in range(20):
             level = rng.choice(LEVELS)
-            with matmul_precision(level):  # type: ignore[arg-type]
+            with matmul_precision(level):
                 await asyncio.sleep(0)
                 assert get_float32_matmul_precision() == level
                 await asyncio.to_thread(random_nest, random.Random(rng.random()))
@@ -162,7 +162,7 @@ def test_a_live_scope_takes_less_than_500_bytes_and_an_ended_one_nothing() -> No
 
 def test_ten_thousand_nested_scopes_unwind() -> None:
     """Depth is no limit, and the level is right all the way back."""
-    scopes = [matmul_precision(level) for level in ["medium", "high"] * 5000]  # type: ignore[arg-type]
+    scopes = [matmul_precision(level) for level in ["medium", "high"] * 5000]
     for scope in scopes:
         scope.__enter__()
     assert get_float32_matmul_precision() == "high"
@@ -192,7 +192,7 @@ def test_a_thousand_tasks_hold_scopes_at_once() -> None:
 
     async def hold(number: int, everybody: asyncio.Event) -> None:
         level = LEVELS[number % 3]
-        with matmul_precision(level):  # type: ignore[arg-type]
+        with matmul_precision(level):
             await everybody.wait()
             assert get_float32_matmul_precision() == level
 

@@ -39,7 +39,6 @@ matmul_precision("medium")
 matmul_precision(Float32MatmulPrecision.HIGH)
 matmul_precision(get_float32_matmul_precision())
 matmul_precision(None)
-matmul_precision("hihg")  # type: ignore[arg-type]
 matmul_precision(True)  # type: ignore[arg-type]
 matmul_precision(b"high")  # type: ignore[arg-type]
 matmul_precision()  # type: ignore[call-arg]
@@ -47,7 +46,6 @@ matmul_precision()  # type: ignore[call-arg]
 set_float32_matmul_precision("highest")
 set_float32_matmul_precision(Float32MatmulPrecision.MEDIUM)
 set_float32_matmul_precision(get_float32_matmul_precision())
-set_float32_matmul_precision("hihg")  # type: ignore[arg-type]
 set_float32_matmul_precision(None)  # type: ignore[arg-type]
 
 

@@ -32,7 +32,7 @@ class TorchFlags(Backend):
         return api.get_legacy_value()
 
     # The bare C function: this is the hottest call of the package.
-    apply = staticmethod(api.set_legacy_value)
+    apply = staticmethod(api.set_legacy_value)  # pyright: ignore[reportAssignmentType]
 
     def restore(self, saved: object, /) -> None:
         api.set_legacy_value(cast("str", saved))
