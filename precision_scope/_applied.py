@@ -127,12 +127,13 @@ class Applied:
             PrecisionScopeError: At the end, if any failed.
         """
         failures: list[_Failure] = []
+        default = self.next_default
         for backend, saved in self._saved:
             try:
-                if self.next_default is None:
+                if default is None:
                     backend.restore(saved)
                 else:
-                    backend.apply(self.next_default)
+                    backend.apply(default)
             except Exception as error:
                 if isinstance(backend, TorchFlags):  # never fails: a signal handler raised
                     raise

@@ -45,14 +45,15 @@ if TYPE_CHECKING:
 class ScopeKey:
     """Stands for a scope object in its entries, which must not keep it alive.
 
+    Like an entry it is made on the hot path, and has no ``__init__``.
+
     Attributes:
         entries: How many of its entries are live.
     """
 
     __slots__ = ("entries",)
 
-    def __init__(self) -> None:
-        self.entries = 0
+    entries: int
 
     def end_all(self) -> None:
         """End the entries; the scope object is being collected."""
@@ -245,27 +246,31 @@ class Ledger:
                 except BaseException:
                     self._change(entry, old)
                     raise
-        if old == ASKS_NOTHING:
-            # Enter the scope again, now with a level.
-            again = Entry()
-            again.parent, again.owner, again.key, again.rank = entry.parent, entry.owner, entry.key, ENDED
-            try:
-                self.end(entry)
-                self.enter(again, level.rank)
-                top.set(again)
-                self.check_conflict()
-            except BaseException:
-                self.end(entry)
-                self.end(again)
-                raise
-            return
+            else:
+                self._enter_again(entry, level.rank)
         try:
             self.check_conflict()
         except PrecisionConflictWarning:
             with self.lock:
                 if entry.rank != ENDED:
-                    self._change(entry, old)
+                    if old == ASKS_NOTHING:
+                        self._enter_again(entry, old)
+                    else:
+                        self._change(entry, old)
             raise
+
+    def _enter_again(self, entry: Entry, rank: int) -> None:
+        """Have a live entry begin, or cease, to ask for a level."""
+        outer = top.get()
+        try:
+            self.end(entry)
+            self.enter(entry, rank)
+        except BaseException:
+            self.end(entry)
+            self.enter(entry, ASKS_NOTHING)
+            raise
+        finally:
+            top.set(outer)
 
     def _change(self, entry: Entry, rank: int) -> None:
         general = self.tip is GENERAL

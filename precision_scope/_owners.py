@@ -105,5 +105,5 @@ def on_owner_gone(listener: Callable[[Owner], None]) -> None:
 
 
 def _say_gone(owner: Owner) -> None:
-    for listener in _listeners:
+    for listener in _listeners or ():  # None when the interpreter is shutting down
         listener(owner)

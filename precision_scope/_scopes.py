@@ -84,7 +84,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
 
     def __init__(self, level: str | None) -> None:
         self.__del__ = _nothing_to_end
-        self._key = ScopeKey()
+        self._key = key = ScopeKey()
+        key.entries = 0
         try:
             self._rank = RANKS[level]
         except (KeyError, TypeError):
@@ -139,7 +140,7 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
         traceback: TracebackType | None,
     ) -> None:
         key = self._key
-        entry = _get_top()
+        entry = here = _get_top()
         try:
             if entry is None or entry.key is not key or entry.rank == ENDED:
                 entry = None
@@ -169,7 +170,7 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                 _release_if_owned()
                 raise
             _release()
-            if _get_top() is entry:
+            if entry is here:
                 _set_top(entry.parent)
         except BaseException:  # finish what was cut short
             entry = entry or ledger.find(key)

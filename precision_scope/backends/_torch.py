@@ -7,7 +7,7 @@ What each torch call writes and reads is subtle; the tests in
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias
 
 from precision_scope import _torch_api as api
 from precision_scope._levels import Float32MatmulPrecision, parse_level
@@ -34,8 +34,8 @@ class TorchFlags(Backend):
     # The bare C function: this is the hottest call of the package.
     apply = staticmethod(api.set_legacy_value)  # pyright: ignore[reportAssignmentType]
 
-    def restore(self, saved: object, /) -> None:
-        api.set_legacy_value(cast("str", saved))
+    def restore(self, saved: Any, /) -> None:
+        api.set_legacy_value(saved)
 
     def describe(self) -> dict[str, str]:
         return {
@@ -55,7 +55,7 @@ class TorchFlags(Backend):
         """Return the level that the flags amount to now; never raises."""
         return parse_level(api.get_legacy_value())
 
-    def level_of(self, saved: object) -> Float32MatmulPrecision:
+    def level_of(self, saved: Any) -> Float32MatmulPrecision:
         """Return the level that saved flags amount to."""
         return parse_level(saved)
 
@@ -89,7 +89,7 @@ class TorchCells(TorchFlags):
         "mkldnn.rnn.fp32_precision",
     )
 
-    def save(self) -> object:
+    def save(self) -> _Saved:
         cuda = api.get_cell("cuda", "matmul")
         cpu = api.get_cell("mkldnn", "matmul")
         if cuda == _NONE == cpu:
@@ -104,8 +104,8 @@ class TorchCells(TorchFlags):
             legacy = _legacy_value_in_mixed_state(stored_cuda, stored_cpu)
         return legacy, stored_cuda, stored_cpu, cuda, cpu, parents
 
-    def restore(self, saved: object, /) -> None:
-        legacy, stored_cuda, stored_cpu, cuda, cpu, parents = cast("_Saved", saved)
+    def restore(self, saved: Any, /) -> None:
+        legacy, stored_cuda, stored_cpu, cuda, cpu, parents = saved
         api.set_legacy_value(legacy)
         api.set_cell("cuda", "matmul", stored_cuda)
         api.set_cell("mkldnn", "matmul", stored_cpu)
@@ -130,8 +130,8 @@ class TorchCells(TorchFlags):
     def current_level(self) -> Float32MatmulPrecision:
         return _level_of_readings(api.get_cell("cuda", "matmul"), api.get_cell("mkldnn", "matmul"))
 
-    def level_of(self, saved: object) -> Float32MatmulPrecision:
-        _, _, _, cuda, cpu, _ = cast("_Saved", saved)
+    def level_of(self, saved: Any) -> Float32MatmulPrecision:
+        _, _, _, cuda, cpu, _ = saved
         return _level_of_readings(cuda, cpu)
 
 
