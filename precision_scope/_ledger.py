@@ -105,20 +105,21 @@ class Ledger:
     def enter(self, entry: Entry, rank: int) -> None:
         """Make an entry live, and apply what is wanted then."""
         with self.lock:
-            self._generalise()
             parent = entry.parent
             while parent is not None and parent.rank == ENDED:
                 parent = parent.parent
             entry.parent = over = parent
             while over is not None and (over.owner is not entry.owner or over.rank >= ASKS_NOTHING):
                 over = over.parent
+            while self.tip is not GENERAL and self.tip is not None:
+                self._generalise()
             counts = self._counts
             # All or nothing.
             entry.over = None
             entry.covers = 0
             entry.rank = rank
             entry.key.entries += 1
-            self._live[entry] = None
+            self._live[entry], self.tip = None, GENERAL
             if rank != ASKS_NOTHING:
                 counts[rank] += 1
                 if over is not None:
@@ -137,7 +138,8 @@ class Ledger:
             with self.lock:
                 rank = entry.rank
                 if rank != ENDED:
-                    self._generalise()
+                    while self.tip is not GENERAL:
+                        self._generalise()
                     over = entry.over
                     while over is not None and over.rank == ENDED:
                         over = over.over
@@ -166,10 +168,11 @@ class Ledger:
                 top.set(innermost())
 
     def _generalise(self) -> None:
-        """Turn a plain stack into the general form."""
+        """Turn a plain stack into the general form, unless a handler comes between.
+
+        An empty ledger (no tip) is both: in it, the general form is empty.
+        """
         tip = self.tip
-        if tip is GENERAL:
-            return
         live: dict[Entry, None] = {}
         counts = [0] * len(LEVELS)
         for entry in self._stack():
@@ -180,7 +183,7 @@ class Ledger:
             tip.covers = 0
             counts[tip.rank] = 1
         # All or nothing.
-        if tip is self.tip:  # no handler came between
+        if tip is self.tip:
             self._live = live
             self._counts = counts
             self.tip = GENERAL
@@ -359,7 +362,7 @@ class Ledger:
         """Let go of the entries that an ended thread or task left live."""
         with self.lock:
             left = [entry for entry in self._all_live() if entry.owner is owner]
-            if left:
+            while left and self.tip is not GENERAL:
                 self._generalise()
             for entry in left:
                 self._orphans.add(entry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import contextvars
 import functools
 import gc
 import inspect
@@ -1619,6 +1620,22 @@ def test_an_event_loop_knows_the_decorated_async_generator_alone() -> None:
     run(main())
 
 
+def test_an_event_loop_is_not_asked_to_close_what_has_ended() -> None:
+    """Neither what is decorated nor the decorated generator comes to its finaliser after the end."""
+    asked: list[object] = []
+
+    async def main() -> None:
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(finalizer=asked.append)
+        async with contextlib.aclosing(async_echo()) as generator:
+            await anext(generator)
+        gc.collect()
+        assert asked == []
+        sys.set_asyncgen_hooks(*hooks)
+
+    run(main())
+
+
 def test_the_hooks_of_the_event_loop_stay_in_place() -> None:
     """They are there for the code of the generator, and after its first step."""
 
@@ -1870,6 +1887,27 @@ def test_a_generator_in_a_block_can_go_to_another_thread() -> None:
     assert seen() == OUTSIDE
 
 
+def test_a_generator_in_a_block_can_go_to_another_context() -> None:
+    """Where the block is not, the function's level decides over whatever is there."""
+
+    @matmul_precision("high")
+    def generate() -> Iterator[Seen]:
+        with matmul_precision("medium"):
+            yield seen()
+            yield seen()
+
+    elsewhere = contextvars.copy_context()
+    generator = generate()
+    assert next(generator) == INSIDE
+
+    def resume() -> Seen:
+        with matmul_precision("medium"):
+            return next(generator)
+
+    assert elsewhere.run(resume) == HIGH
+    assert list(generator) == []
+
+
 def test_the_level_ends_with_a_generator_that_leaves_a_block_open() -> None:
     """What the function forgot to leave stays; the decorator's own scope does not."""
     left = matmul_precision("high")
@@ -1969,3 +2007,11 @@ def test_an_async_generator_whose_scope_fails_is_closed_by_the_event_loop(
         assert closed.cleaned == [[OUTSIDE] * (awaits + 1)]
 
     run(main())
+
+
+def test_an_async_generator_whose_scope_fails_needs_no_event_loop(failing: Failing) -> None:
+    """Where nobody finalises async generators, the error is the same."""
+    generator = medium(async_generator_body)()
+    failing.fails = True
+    with pytest.raises(PrecisionScopeError, match="'failing'"):
+        generator.asend(None).send(None)

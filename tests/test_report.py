@@ -418,12 +418,11 @@ def test_a_report_is_of_one_moment() -> None:
     thread.start()
     try:
         with registered(Slow()):
-            found = [report() for _ in range(200)]
+            found = [report() for _ in range(20)]
     finally:
         done.set()
         thread.join()
     assert not any(record.changed_by_others for record in found)
-    assert {record.backends["plug-in"]["level"] for record in found} <= {"unset", "high", "medium"}
 
 
 # The record.
