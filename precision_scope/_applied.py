@@ -130,9 +130,8 @@ class Applied:
         default = self.next_default
         for backend, saved in self._saved:
             try:
-                if default is None:
-                    backend.restore(saved)
-                else:
+                backend.restore(saved)
+                if default is not None:
                     backend.apply(default)
             except Exception as error:
                 if isinstance(backend, TorchFlags):  # never fails: a signal handler raised

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from flags import State, reset, state
+from flags import HAS_CELLS, State, reset, state
 
 from precision_scope import get_float32_matmul_precision, matmul_precision, set_float32_matmul_precision
 from precision_scope._ledger import ledger
@@ -175,6 +175,17 @@ def test_a_default_set_elsewhere_waits_for_the_last_scope(other: ThreadPoolExecu
         assert torch.get_float32_matmul_precision() == "medium"
         assert other.submit(get_float32_matmul_precision).result() == "high"
     assert torch.get_float32_matmul_precision() == get_float32_matmul_precision() == "high"
+    reset()
+
+
+@pytest.mark.skipif(not HAS_CELLS, reason="torch has no cells")
+def test_a_default_set_elsewhere_does_not_keep_what_others_wrote(other: ThreadPoolExecutor) -> None:
+    """Writes to the parent cells inside the scope are undone, whatever the default is by then."""
+    with matmul_precision("medium"):
+        other.submit(set_float32_matmul_precision, "high").result()
+        torch._C._set_fp32_precision_setter("generic", "all", "ieee")
+    assert state()["generic.all"] == "none"
+    assert torch.get_float32_matmul_precision() == "high"
     reset()
 
 

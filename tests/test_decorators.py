@@ -2011,7 +2011,15 @@ def test_an_async_generator_whose_scope_fails_is_closed_by_the_event_loop(
 
 def test_an_async_generator_whose_scope_fails_needs_no_event_loop(failing: Failing) -> None:
     """Where nobody finalises async generators, the error is the same."""
-    generator = medium(async_generator_body)()
+
+    @medium
+    async def generate() -> AsyncGenerator[int, None]:
+        yield 1
+        yield 2
+
+    generator = generate()
+    with pytest.raises(StopIteration):
+        generator.asend(None).send(None)
     failing.fails = True
     with pytest.raises(PrecisionScopeError, match="'failing'"):
         generator.asend(None).send(None)
