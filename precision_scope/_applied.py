@@ -6,6 +6,7 @@ between any two calls; see the ledger.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
@@ -35,7 +36,7 @@ def _apply_to_each(backends: tuple[Backend, ...], level: Float32MatmulPrecision)
                 raise
             failures.append(_Failure(backend, f"be set to {level.value!r}", error))
     if failures:
-        raise _failed(failures) from failures[0].error
+        raise _failed(failures)
 
 
 def _failed(failures: list[_Failure]) -> PrecisionScopeError:
@@ -44,7 +45,36 @@ def _failed(failures: list[_Failure]) -> PrecisionScopeError:
         f"backend {backend.name!r} could not {what}: {type(error).__name__}: {error}"
         for backend, what, error in failures
     )
-    return PrecisionScopeError(message, tuple(failure.backend.name for failure in failures))
+    failed = PrecisionScopeError(message, tuple(failure.backend.name for failure in failures))
+    failed.__cause__ = failures[0].error
+    return failed
+
+
+def _put_back(saved: tuple[_Saved, ...], default: Float32MatmulPrecision | None) -> BaseException | None:
+    """Restore backends, and set them to a new default; each twice if it fails.
+
+    An exception can be a signal handler's, and the second time succeeds.
+
+    Returns:
+        The error that reports what failed the first time, or an interrupt.
+    """
+    failures: list[_Failure] = []
+    interrupt: BaseException | None = None
+    for backend, state in saved:
+        try:
+            backend.restore(state)
+            if default is not None:
+                backend.apply(default)
+        except BaseException as error:
+            if isinstance(backend, TorchFlags) or not isinstance(error, Exception):
+                interrupt = error
+            else:
+                failures.append(_Failure(backend, "be restored", error))
+            with contextlib.suppress(BaseException):  # the first one is raised
+                backend.restore(state)
+                if default is not None:
+                    backend.apply(default)
+    return interrupt or (_failed(failures) if failures else None)
 
 
 class Holding:
@@ -60,7 +90,9 @@ class Holding:
 
     def __init__(self, held: Iterable[Backend], registered: tuple[Backend, ...]) -> None:
         self.backends = tuple(held)
-        self.idle = tuple(backend for backend in registered if backend not in self.backends)
+        self.idle = tuple(
+            backend for backend in registered if not any(backend is held for held in self.backends)
+        )
         # torch's flags alone are the usual case, and their setter cannot fail.
         self.apply: Callable[[Float32MatmulPrecision], object] = (
             self.backends[0].apply
@@ -114,31 +146,27 @@ class Applied:
             except Exception as error:
                 raise _failed([_Failure(backend, "be saved", error)]) from error
             holding = Holding((*self.holding.backends, backend), self.backends)
-            if backend not in self.holding.backends:  # else a handler came between
+            if not any(backend is held for held in self.holding.backends):  # as above
                 # All or nothing.
                 self._saved = (*self._saved, (backend, saved))
                 self.holding = holding
         return self.holding
 
-    def restore(self) -> None:
+    def restore(self) -> BaseException | None:
         """Put every held backend back as it was, or at the new default, whichever fail.
 
-        Raises:
-            PrecisionScopeError: At the end, if any failed.
+        Returns:
+            What is to be raised when everything is done. An interrupt between
+            the backends is raised at once: then call it again.
         """
-        failures: list[_Failure] = []
-        default = self.next_default
-        for backend, saved in self._saved:
-            try:
-                backend.restore(saved)
-                if default is not None:
-                    backend.apply(default)
-            except Exception as error:
-                if isinstance(backend, TorchFlags):  # never fails: a signal handler raised
-                    raise
-                failures.append(_Failure(backend, "be restored", error))
-        if failures:
-            raise _failed(failures) from failures[0].error
+        default, error = self.next_default, _put_back(self._saved, self.next_default)
+        while default is not self.next_default:  # it was set meanwhile
+            default, error = self.next_default, _put_back(self._saved, self.next_default)
+        return error
+
+    def is_holding(self) -> bool:
+        """Tell whether any backend is held."""
+        return bool(self._saved)
 
     def let_go(self) -> None:
         """Hold nothing; what was held has been put back."""
@@ -159,8 +187,7 @@ class Applied:
                 except Exception as error:
                     raise _failed([_Failure(backend, f"be set to {level.value!r}", error)]) from error
         except BaseException:
-            for backend, saved in changed:
-                backend.restore(saved)
+            _put_back(tuple(changed), None)
             raise
 
     def default(self) -> Float32MatmulPrecision:
@@ -183,8 +210,7 @@ class Applied:
         except BaseException:
             added = self._saved[len(before) :]
             self._register(self.backends[:-1], before)
-            for _, saved in added:
-                backend.restore(saved)
+            _put_back(added, None)
             raise
 
     def remove(self, name: str) -> None:
@@ -193,13 +219,11 @@ class Applied:
         if backend is None:
             names = ", ".join(repr(backend.name) for backend in self.backends[1:]) or "none"
             raise ValueError(f"cannot unregister a backend named {name!r}; those registered: {names}")
-        held = [saved for other, saved in self._saved if other is backend]
+        held = tuple(pair for pair in self._saved if pair[0] is backend)
         self._register(
             tuple(other for other in self.backends if other is not backend),
             tuple(pair for pair in self._saved if pair[0] is not backend),
         )
-        try:
-            for saved in held:
-                backend.restore(saved)
-        except Exception as error:
-            raise _failed([_Failure(backend, "be restored", error)]) from error
+        error = _put_back(held, None)
+        if error is not None:
+            raise error

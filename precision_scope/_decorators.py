@@ -12,7 +12,7 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from precision_scope._entries import ASKS_NOTHING, top
+from precision_scope._entries import ASKS_NOTHING, Entry, top
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
@@ -93,36 +93,36 @@ class _StepScope:
     too. Entered anew, it would be the innermost one there.
     """
 
-    __slots__ = ("_make_scope", "_scope")
+    __slots__ = ("_make_scope", "_own", "_scope", "_top")
 
     def __init__(self, make_scope: _MakeScope) -> None:
         self._make_scope = make_scope
         self._scope: matmul_precision | None = None
+        self._top: Entry | None = None  # the context's, when the step began
+        self._own: list[Entry] = []  # of the blocks that the function is suspended in
 
     def __enter__(self) -> None:
-        if not self._is_covered():
+        if not self._is_inside_own_block():
             self._end()
             self._scope = scope = self._make_scope()
             scope.__enter__()
+        self._top = top.get()
 
     def __exit__(self, *_: object) -> None:
-        if not self._is_covered():
+        entry = top.get()
+        while entry is not None and entry is not self._top:
+            self._own.append(entry)
+            entry = entry.parent
+        if not self._is_inside_own_block():
             self._end()
 
-    def _is_covered(self) -> bool:
-        """Tell whether the scope is live below another one of this context, which decides."""
-        scope = self._scope
-        if scope is None:
-            return False
-        key = scope._key  # pyright: ignore[reportPrivateUsage]
-        covered = False
-        entry = top.get()
-        while entry is not None:
-            if entry.key is key:
-                return covered
-            covered = covered or entry.rank < ASKS_NOTHING
+    def _is_inside_own_block(self) -> bool:
+        """Tell whether the function is in a block of its own that this context, too, is in."""
+        self._own = [entry for entry in self._own if entry.rank < ASKS_NOTHING]
+        entry = top.get() if self._own else None
+        while entry is not None and entry not in self._own:
             entry = entry.parent
-        return False
+        return entry is not None
 
     def _end(self) -> None:
         scope, self._scope = self._scope, None

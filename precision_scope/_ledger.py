@@ -25,9 +25,11 @@ Why this holds under threads, interrupts and re-entry, with or without a GIL:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from precision_scope._applied import Applied
@@ -49,15 +51,17 @@ class ScopeKey:
 
     Attributes:
         entries: How many of its entries are live.
+        owed: How many have ended by themselves, and may still be left.
     """
 
-    __slots__ = ("entries",)
+    __slots__ = ("entries", "owed")
 
     entries: int
+    owed: int
 
     def end_all(self) -> None:
         """End the entries; the scope object is being collected."""
-        ledger.end_all(self)
+        ledger.end_soon(self)
 
 
 class _Orphan(Entry):
@@ -71,7 +75,7 @@ class _Orphan(Entry):
 
     def __del__(self) -> None:
         if self.rank != ENDED:
-            ledger.end(self)
+            ledger.end_soon(self)
 
 
 # The tip while the ledger is in its general form; no entry's parent.
@@ -85,9 +89,11 @@ class Ledger:
         applied: The backends.
         lock: Held for every change.
         tip: The innermost entry of a plain stack; GENERAL in the general form.
+        over_and_done: What finalisers have found to be over. They must not
+            wait for the lock: whoever holds it sees to these after releasing it.
     """
 
-    __slots__ = ("_counts", "_live", "_orphans", "_warned", "applied", "lock", "tip")
+    __slots__ = ("_counts", "_live", "_orphans", "_warned", "applied", "lock", "over_and_done", "tip")
 
     def __init__(self, applied: Applied) -> None:
         self.applied = applied
@@ -99,6 +105,7 @@ class Ledger:
         self._orphans: weakref.WeakSet[Entry] = weakref.WeakSet()
         self._counts = [0] * len(LEVELS)
         self._warned = False
+        self.over_and_done: deque[Owner | ScopeKey | Entry] = deque()
 
     # Entering and leaving, where the ledger is no plain stack or ceases to be.
 
@@ -108,6 +115,10 @@ class Ledger:
             parent = entry.parent
             while parent is not None and parent.rank == ENDED:
                 parent = parent.parent
+            if parent is not None:
+                # Chains of tasks that start one another would grow without end.
+                while parent.parent is not None and parent.parent.rank == ENDED:
+                    parent.parent = parent.parent.parent
             entry.parent = over = parent
             while over is not None and (over.owner is not entry.owner or over.rank >= ASKS_NOTHING):
                 over = over.parent
@@ -122,7 +133,7 @@ class Ledger:
             self._live[entry], self.tip = None, GENERAL
             if rank != ASKS_NOTHING:
                 counts[rank] += 1
-                if over is not None:
+                if over is not None and over.rank < ASKS_NOTHING:
                     entry.over = over
                     covers = over.covers = over.covers + 1
                     if covers == 1:
@@ -136,33 +147,37 @@ class Ledger:
         """
         try:
             with self.lock:
-                rank = entry.rank
-                if rank != ENDED:
-                    while self.tip is not GENERAL:
+                try:
+                    while self.tip is not GENERAL and entry.rank != ENDED:
                         self._generalise()
-                    over = entry.over
-                    while over is not None and over.rank == ENDED:
-                        over = over.over
-                    counts = self._counts
+                    rank = entry.rank
+                    if rank != ENDED:
+                        while entry.over is not None and entry.over.rank == ENDED:
+                            entry.over = entry.over.over
+                    rank = entry.rank  # a handler may have set it
                     # All or nothing.
-                    if entry in self._live:
-                        del self._live[entry]
-                    entry.key.entries -= 1
-                    entry.rank = ENDED
+                    if rank != ENDED:
+                        if entry in self._live:  # an orphan is not
+                            del self._live[entry]
+                        entry.key.entries -= 1
+                        entry.rank = ENDED
+                        if rank != ASKS_NOTHING:
+                            counts = self._counts
+                            over = entry.over
+                            if over is not None:
+                                # What covered the entry covers the next one from now on.
+                                covers = over.covers = over.covers + entry.covers - 1
+                                if covers == 0:
+                                    counts[over.rank] += 1
+                            if entry.covers == 0:
+                                counts[rank] -= 1
                     if rank != ASKS_NOTHING:
-                        if over is not None:
-                            # What covered the entry covers the next one from now on.
-                            covers = over.covers = over.covers + entry.covers - 1
-                            if covers == 0:
-                                counts[over.rank] += 1
-                        if entry.covers == 0:
-                            counts[rank] -= 1
+                        self.settle(activate=False)
+                finally:
                     if isinstance(entry, _Orphan):
                         self._orphans.discard(entry)
-                if rank != ASKS_NOTHING:
-                    self.settle(activate=False)
-                if self.tip is GENERAL and not self._live and not self._orphans:
-                    self.tip = None
+                    if self.tip is GENERAL and not self._live and not self._orphans:
+                        self.tip = None
         finally:
             if top.get() is entry:
                 top.set(innermost())
@@ -173,29 +188,26 @@ class Ledger:
         An empty ledger (no tip) is both: in it, the general form is empty.
         """
         tip = self.tip
+        if tip is GENERAL:  # a handler has come already
+            return
         live: dict[Entry, None] = {}
         counts = [0] * len(LEVELS)
-        for entry in self._stack():
-            entry.over = next(reversed(live), None)
-            entry.covers = 1
+        over: Entry | None = None
+        for entry in _stack(tip):
+            if self.tip is not tip:
+                return
+            # All or nothing.
+            entry.over = over
+            entry.covers = 0 if entry is tip else 1
             live[entry] = None
+            over = entry
         if tip is not None:
-            tip.covers = 0
             counts[tip.rank] = 1
         # All or nothing.
-        if tip is self.tip:
+        if self.tip is tip:
             self._live = live
             self._counts = counts
             self.tip = GENERAL
-
-    def _stack(self) -> list[Entry]:
-        """Return the entries of the plain stack in the order of entering."""
-        stack: list[Entry] = []
-        entry = self.tip
-        while entry is not None:
-            stack.append(entry)
-            entry = entry.parent
-        return stack[::-1]
 
     # What is wanted and what is applied.
 
@@ -213,12 +225,12 @@ class Ledger:
             activate: Also take in backends that have become active.
         """
         applied = self.applied
-        failure = None
+        failure: BaseException | None = None
         while True:
             rank = self._wanted()
             try:
                 if rank is None:
-                    applied.restore()
+                    failure = applied.restore()
                 elif activate:
                     applied.hold_active().apply(LEVELS[rank])
                 else:
@@ -237,10 +249,10 @@ class Ledger:
         with self.lock:
             entry = innermost()
             if entry is None:
-                if self._wanted() is None:
-                    self.applied.set_default(level)
-                else:
+                if self._wanted() is not None or self.applied.is_holding():
                     self.applied.next_default = level
+                else:
+                    self.applied.set_default(level)
                 return
             old = entry.rank
             if old != ASKS_NOTHING:
@@ -253,7 +265,7 @@ class Ledger:
                 self._enter_again(entry, level.rank)
         try:
             self.check_conflict()
-        except PrecisionConflictWarning:
+        except BaseException:
             with self.lock:
                 if entry.rank != ENDED:
                     if old == ASKS_NOTHING:
@@ -274,11 +286,13 @@ class Ledger:
             raise
         finally:
             top.set(outer)
+            if isinstance(entry, _Orphan):
+                self._orphans.add(entry)
+                self._live.pop(entry, None)
 
     def _change(self, entry: Entry, rank: int) -> None:
-        general = self.tip is GENERAL
         # All or nothing.
-        if general and entry.covers == 0:
+        if self.tip is GENERAL and entry.covers == 0:
             self._counts[rank] += 1
             self._counts[entry.rank] -= 1
         entry.rank = rank
@@ -309,9 +323,8 @@ class Ledger:
 
     def _all_live(self) -> list[Entry]:
         with self.lock:
-            if self.tip is not GENERAL:
-                return self._stack()
-            return [*self._live, *self._orphans]
+            tip = self.tip
+            return _stack(tip) if tip is not GENERAL else [*self._live, *self._orphans]
 
     def find(self, key: ScopeKey) -> Entry | None:
         """Return the entry that leaving the scope, here and now, means."""
@@ -320,16 +333,17 @@ class Ledger:
             if entry.key is key and entry.rank != ENDED:
                 return entry
             entry = entry.parent
-        # Entered in another context: the newest, if possible of this owner.
+        # It was entered in another context: the newest, by choice of this owner
+        # or of one that is gone; never somebody else's if ours has ended by itself.
         owner = current_owner()
-        found = [entry for entry in self._all_live() if entry.key is key]
-        return max(reversed(found), key=lambda entry: entry.owner is owner, default=None)
-
-    def end_all(self, key: ScopeKey) -> None:
-        """End the entries of a scope object that is being collected."""
-        for entry in self._all_live():
-            if entry.key is key:
-                self.end(entry)
+        found = [entry for entry in reversed(self._all_live()) if entry.key is key]
+        for entry in found:
+            if entry.owner is owner or isinstance(entry, _Orphan):
+                return entry
+        if found and key.owed:
+            key.owed -= 1
+            return None
+        return found[0] if found else None
 
     def level(self) -> Float32MatmulPrecision | None:
         """Return the level that live scopes have in force; None without any."""
@@ -356,18 +370,39 @@ class Ledger:
         """Return the registered backends, torch's flags first."""
         return self.applied.backends
 
-    # What threads, tasks and processes leave behind.
+    # What threads, tasks, finalisers and processes leave behind.
 
-    def forget(self, owner: Owner) -> None:
+    def end_soon(self, what: Owner | ScopeKey | Entry) -> None:
+        """End what is over, without waiting: now, or when the lock is released."""
+        self.over_and_done.append(what)
+        self.see_to_the_rest()
+
+    def see_to_the_rest(self) -> None:
+        """End what finalisers have found to be over, unless the lock is taken."""
+        while self.over_and_done and self.lock.acquire(blocking=False):
+            try:
+                what = self.over_and_done.popleft() if self.over_and_done else None
+                if isinstance(what, Owner):
+                    self._forget(what)
+                elif isinstance(what, ScopeKey):
+                    for entry in self._all_live():
+                        if entry.key is what:
+                            self.end(entry)
+                elif what is not None:
+                    what.key.owed += 1
+                    self.end(what)
+            finally:
+                self.lock.release()
+
+    def _forget(self, owner: Owner) -> None:
         """Let go of the entries that an ended thread or task left live."""
-        with self.lock:
-            left = [entry for entry in self._all_live() if entry.owner is owner]
-            while left and self.tip is not GENERAL:
-                self._generalise()
-            for entry in left:
-                self._orphans.add(entry)
-                self._live.pop(entry, None)
-                entry.__class__ = _Orphan  # contexts alone keep it from now on
+        left = [entry for entry in self._all_live() if entry.owner is owner]
+        while left and self.tip is not GENERAL:
+            self._generalise()
+        for entry in left:
+            self._orphans.add(entry)
+            self._live.pop(entry, None)
+            entry.__class__ = _Orphan  # contexts alone keep it from now on
 
     def before_fork(self) -> None:
         """Keep other threads out, so that the child gets a whole ledger."""
@@ -375,18 +410,33 @@ class Ledger:
 
     def after_fork_in_child(self) -> None:
         """End the scopes of threads that do not exist in this process."""
-        for entry in self._all_live():
-            if not entry.owner.is_here():
-                self.end(entry)
-        self.lock.release()
+        try:
+            for entry in self._all_live():
+                if entry.owner.is_here():
+                    entry.owner = entry.owner.thread  # the loop runs no task here
+                else:
+                    with contextlib.suppress(PrecisionScopeError):
+                        self.end(entry)
+        finally:
+            self.lock.release()
 
     def after_fork_in_parent(self) -> None:
         """Let other threads in again."""
         self.lock.release()
 
 
+def _stack(tip: Entry | None) -> list[Entry]:
+    """Return the entries of a plain stack in the order of entering."""
+    stack: list[Entry] = []
+    entry = tip
+    while entry is not None:
+        stack.append(entry)
+        entry = entry.parent
+    return stack[::-1]
+
+
 ledger: Final = Ledger(Applied(TORCH_FLAGS))
-on_owner_gone(ledger.forget)
+on_owner_gone(ledger.end_soon)
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(
         before=ledger.before_fork,

@@ -36,9 +36,8 @@ class Float32MatmulPrecision(str, enum.Enum):
     def __init__(self, _value: str) -> None:
         self.rank = len(self.__class__.__members__)
 
-    # Enum hashes by member name and, on some Python versions, prints as
-    # "Class.NAME"; a member must be interchangeable with its string.
-    __hash__ = str.__hash__
+    # On some Python versions an Enum prints as "Class.NAME"; a member must be
+    # interchangeable with its string.
     __str__ = str.__str__
 
     def __format__(self, format_spec: str) -> str:
@@ -50,12 +49,15 @@ LEVELS: tuple[Float32MatmulPrecision, ...] = tuple(Float32MatmulPrecision)
 
 _BY_NAME: dict[str, Float32MatmulPrecision] = {level.value: level for level in LEVELS}
 
-# What JAX and XLA users write; named in the error message, never accepted.
+# What JAX, XLA and torch's own cells call it; named in the error message, never accepted.
 _OTHER_SPELLINGS = {
     "float32": Float32MatmulPrecision.HIGHEST,
+    "ieee": Float32MatmulPrecision.HIGHEST,
+    "tf32": Float32MatmulPrecision.HIGH,
     "tensorfloat32": Float32MatmulPrecision.HIGH,
     "bfloat16_3x": Float32MatmulPrecision.HIGH,
     "bfloat16": Float32MatmulPrecision.MEDIUM,
+    "bf16": Float32MatmulPrecision.MEDIUM,
     "default": Float32MatmulPrecision.MEDIUM,
 }
 
@@ -94,6 +96,6 @@ def _wrong_name(value: str) -> str:
     message = f"float32 matmul precision must be one of {_CHOICES}, got {shown}"
     spelling = value[:40].strip().lower()
     if spelling in _OTHER_SPELLINGS:
-        return f"{message}; JAX's and XLA's {spelling!r} is {_OTHER_SPELLINGS[spelling].value!r} here"
+        return f"{message}; what others call {spelling!r} is {_OTHER_SPELLINGS[spelling].value!r} here"
     nearest = difflib.get_close_matches(spelling, _BY_NAME, n=1, cutoff=0.0)
     return f"{message}; the nearest is {nearest[0]!r}"

@@ -24,21 +24,30 @@ class Owner:
     """A thread, or an asyncio task together with the thread it runs in.
 
     Attributes:
+        thread: The owner for the thread; for a thread, itself.
         thread_id: The identifier of the thread.
         task: A weak reference to the task, or None for a thread.
+        gone: Whether the thread has ended, for a thread.
     """
 
-    __slots__ = ("task", "thread_id")
+    __slots__ = ("gone", "task", "thread", "thread_id")
 
-    def __init__(self, thread_id: int, task: weakref.ref[asyncio.Task[Any]] | None = None) -> None:
-        self.thread_id = thread_id
+    def __init__(
+        self, thread: Owner | None = None, task: weakref.ref[asyncio.Task[Any]] | None = None
+    ) -> None:
+        self.thread = thread or self
+        self.thread_id = threading.get_ident()
         self.task = task
+        self.gone = False
 
     def names(self) -> tuple[str, str | None]:
         """Return the names of the thread and of the task, as far as they still exist."""
-        threads = {thread.ident: thread.name for thread in threading.enumerate()}
+        thread = str(self.thread_id)
+        if not self.thread.gone:  # else another thread may have the identifier by now
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            thread = names.get(self.thread_id, thread)
         task = self.task() if self.task is not None else None
-        return threads.get(self.thread_id, str(self.thread_id)), task.get_name() if task is not None else None
+        return thread, task.get_name() if task is not None else None
 
     def __str__(self) -> str:
         thread, task = self.names()
@@ -46,7 +55,7 @@ class Owner:
 
     def is_here(self) -> bool:
         """Tell whether this owner belongs to the calling thread."""
-        return self.thread_id == threading.get_ident()
+        return self.thread is _thread.owner
 
 
 class _Sentinel:
@@ -58,12 +67,13 @@ class _Sentinel:
         self.owner = owner
 
     def __del__(self) -> None:
+        self.owner.gone = True
         _say_gone(self.owner)
 
 
 class _ThreadOwner(threading.local):
     def __init__(self) -> None:
-        self.owner = Owner(threading.get_ident())
+        self.owner = Owner()
         self.sentinel = _Sentinel(self.owner)
 
 
@@ -94,7 +104,7 @@ def _adopt(task: asyncio.Task[Any]) -> Owner:
             del _task_owners[key]
             _say_gone(owner)
 
-    owner = Owner(threading.get_ident(), weakref.ref(task, gone))
+    owner = Owner(_thread.owner, weakref.ref(task, gone))
     _task_owners[key] = owner
     return owner
 

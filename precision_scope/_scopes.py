@@ -24,6 +24,7 @@ _set_top = top.set
 _acquire = ledger.lock.acquire
 _release = ledger.lock.release
 _applied = ledger.applied
+_over_and_done = ledger.over_and_done
 _nothing_to_end: Callable[[], object] = bool  # does nothing, and not in Python
 
 
@@ -85,10 +86,12 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
     def __init__(self, level: str | None) -> None:
         self.__del__ = _nothing_to_end
         self._key = key = ScopeKey()
-        key.entries = 0
+        key.entries = key.owed = 0
+        if level is not None and not isinstance(level, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise level_error(level)
         try:
             self._rank = RANKS[level]
-        except (KeyError, TypeError):
+        except KeyError:
             raise level_error(level) from None
 
     # Entering and leaving are the hot path: straight-line code for a plain
@@ -126,6 +129,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                 raise
             _release()
             _set_top(entry)
+            if _over_and_done:
+                ledger.see_to_the_rest()
             if ledger.tip is GENERAL:
                 ledger.check_conflict()
         except BaseException:
@@ -140,6 +145,7 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
         traceback: TracebackType | None,
     ) -> None:
         key = self._key
+        error = None
         entry = here = _get_top()
         try:
             if entry is None or entry.key is not key or entry.rank == ENDED:
@@ -157,11 +163,13 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                     if parent is not None:
                         _applied.holding.apply(LEVELS[parent.rank])
                     else:
-                        _applied.restore()
+                        error = _applied.restore()
                         if ledger.tip is None:  # no handler came between
                             _applied.let_go()
                         else:
                             ledger.settle(activate=True)
+                    if entry is here:
+                        _set_top(parent)
                 else:
                     ledger.end(entry)
                 if key.entries == 0:
@@ -170,13 +178,15 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                 _release_if_owned()
                 raise
             _release()
-            if entry is here:
-                _set_top(entry.parent)
+            if _over_and_done:
+                ledger.see_to_the_rest()
         except BaseException:  # finish what was cut short
             entry = entry or ledger.find(key)
             if entry is not None:
                 ledger.end(entry)
             raise
+        if error is not None:
+            raise error
 
     @overload
     def __call__(self, function: _Function, /) -> _Function: ...

@@ -15,6 +15,7 @@ import torch
 from flags import HAS_CELLS, State, reset, state
 
 from precision_scope import get_float32_matmul_precision, matmul_precision, set_float32_matmul_precision
+from precision_scope._entries import top
 from precision_scope._ledger import ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore::precision_scope.PrecisionConflictWarning")
@@ -294,3 +295,44 @@ def test_one_object_serves_threads_tasks_and_nested_blocks_at_once(other: Thread
     assert get_float32_matmul_precision() == "highest"
     go_on.set()
     assert future.result() == ["high", "medium"]
+
+
+def test_leaving_a_shared_object_late_ends_nobody_elses_scope(other: ThreadPoolExecutor) -> None:
+    """A generator whose thread is gone finds its scope ended, and leaves other threads theirs."""
+    shared = matmul_precision("highest")
+
+    def steps() -> Generator[None, None, None]:
+        with shared:
+            yield
+
+    generator = steps()
+    in_a_thread(lambda: next(generator))
+    lax = matmul_precision("medium")
+    other.submit(lax.__enter__).result()
+    other.submit(shared.__enter__).result()
+    generator.close()
+    assert other.submit(get_float32_matmul_precision).result() == "highest"
+    assert torch.get_float32_matmul_precision() == "highest"
+    other.submit(leave, shared).result()
+    other.submit(leave, lax).result()
+
+
+def test_tasks_that_start_one_another_keep_no_chain() -> None:
+    """A thousand tasks, each started inside the last one's scope, remember none that has ended."""
+
+    async def step(number: int, lengths: list[int]) -> None:
+        with matmul_precision("high"):
+            await asyncio.sleep(0)
+            if number:
+                following = asyncio.create_task(step(number - 1, lengths))
+            await asyncio.sleep(0)
+            entry, length = top.get(), 0
+            while entry is not None:
+                entry, length = entry.parent, length + 1
+            lengths.append(length)
+        if number:
+            await following
+
+    lengths: list[int] = []
+    asyncio.run(step(200, lengths))
+    assert max(lengths) <= 5

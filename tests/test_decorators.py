@@ -432,7 +432,9 @@ def test_a_class_is_refused_with_advice() -> None:
         class Whole: ...
 
 
-@pytest.mark.parametrize("value", [None, 3, "highest", [seen], property()], ids=repr)
+@pytest.mark.parametrize(
+    "value", [None, 3, "highest", [seen], property()], ids=lambda value: type(value).__name__
+)
 def test_what_cannot_be_called_is_refused(value: Any) -> None:
     """The error says what was given in the place of a function."""
     with pytest.raises(TypeError, match=f"^expected a function to decorate, got {type(value).__name__}$"):
@@ -1129,13 +1131,14 @@ def test_a_task_started_in_a_coroutine_does_not_inherit_its_level() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="tasks start eagerly from 3.12 on")
-def test_a_task_that_starts_eagerly_in_a_coroutine_does_not_inherit_its_level() -> None:
-    """A task that runs its first step at once runs it at its own level, too."""
+def test_a_task_that_starts_eagerly_in_a_coroutine_does_not_keep_its_level() -> None:
+    """A task whose first step is a call from the coroutine has its own level from the second on."""
 
     async def main() -> Seen:
         asyncio.get_running_loop().set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined, unused-ignore]
 
         async def child() -> Seen:
+            await asyncio.sleep(0)
             return seen()
 
         @medium
@@ -1145,6 +1148,24 @@ def test_a_task_that_starts_eagerly_in_a_coroutine_does_not_inherit_its_level() 
         return await parent()
 
     assert run(main()) == OUTSIDE
+
+
+def test_a_generator_that_left_its_own_block_inside_the_consumers_leaves_nothing() -> None:
+    """Suspended in its own block and resumed in its consumer's, it ends with the step all the same."""
+
+    @medium
+    def generator() -> Generator[int, None, None]:
+        with matmul_precision("high"):
+            yield 1
+        yield 2
+
+    steps = generator()
+    next(steps)
+    with matmul_precision("highest"):
+        next(steps)
+        assert seen()[0] == "highest"
+    assert seen() == OUTSIDE
+    steps.close()
 
 
 def test_a_callback_scheduled_in_a_coroutine_does_not_inherit_its_level() -> None:

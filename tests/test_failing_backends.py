@@ -166,6 +166,47 @@ def test_an_interrupt_in_a_backend_is_no_failure_of_it(
     assert state() == before
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("times", [1, 9])
+def test_an_interrupt_in_a_restore_keeps_no_other_from_it(
+    backends: list[Fragile], error: type[BaseException], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All others are restored, the interrupt passes through, and nothing stays held."""
+    before = state()
+    left = [times]
+
+    def interrupted(saved: object) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise error
+        backends[1].level = str(saved)
+
+    with pytest.raises(error), matmul_precision("medium"):
+        monkeypatch.setattr(backends[1], "restore", interrupted)
+    assert (backends[0].level, backends[2].level) == ("its own", "its own")
+    assert times > 1 or backends[1].level == "its own"
+    assert state() == before
+    assert not ledger.applied.is_holding()
+
+
+def test_a_default_set_while_backends_are_restored_reaches_all(
+    backends: list[Fragile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not half lost to the restoring that it came into."""
+    restore = backends[1].restore
+
+    def set_in_between(saved: object) -> None:
+        monkeypatch.undo()
+        restore(saved)
+        set_float32_matmul_precision("high")
+
+    with matmul_precision("medium"):
+        monkeypatch.setattr(backends[1], "restore", set_in_between)
+    assert levels(backends) == ["high"] * 3
+    assert torch.get_float32_matmul_precision() == "high"
+    reset()
+
+
 @pytest.mark.parametrize("call", ["is_active", "save", "apply"])
 def test_a_failure_when_the_default_is_set_changes_nothing(backends: list[Fragile], call: str) -> None:
     """Either every backend takes the new default or none does."""

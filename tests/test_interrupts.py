@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import random
 import signal
@@ -21,6 +22,7 @@ from precision_scope import (
     matmul_precision,
     set_float32_matmul_precision,
 )
+from precision_scope._entries import innermost
 from precision_scope._ledger import ledger
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
@@ -249,6 +251,91 @@ def test_signal_handlers_that_enter_scopes_meet_the_loop_anywhere() -> None:
     assert {inner for _, inner in calls} <= {"highest", "high", "medium"}
 
 
+def enters_nothing() -> None:
+    """Enter a scope that asks for nothing."""
+    with matmul_precision(None):
+        pass
+
+
+def enters_the_strictest() -> None:
+    """Enter a scope that nobody may take precision from."""
+    with matmul_precision("highest"):
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+def sets_the_level() -> None:
+    """Set the level of whatever scope was interrupted."""
+    if innermost() is not None:
+        set_float32_matmul_precision("medium")
+
+
+def blocks_and_none() -> None:
+    """Nest scopes with one that asks for nothing inside."""
+    with matmul_precision("high"), matmul_precision("medium"), matmul_precision(None):
+        pass
+
+
+def inherits_what_has_ended() -> None:
+    """Enter a scope where the context remembers several that have ended."""
+    scopes = [matmul_precision("high") for _ in range(4)]
+    for scope in scopes:
+        scope.__enter__()
+    context = contextvars.copy_context()
+    for scope in reversed(scopes):
+        scope.__exit__(None, None, None)
+
+    def inside() -> None:
+        with matmul_precision("medium"):
+            assert torch.get_float32_matmul_precision() == get_float32_matmul_precision()
+
+    context.run(inside)
+
+
+@pytest.mark.parametrize(
+    ("handle", "body", "prepare"),
+    [
+        (enters_nothing, blocks_and_none, reset),
+        (enters_the_strictest, inherits_what_has_ended, reset),
+        (sets_the_level, blocks_and_none, reset),
+        pytest.param(enters_the_strictest, nested_blocks, pinned, marks=needs_cells),
+        pytest.param(enters_the_strictest, nested_blocks, mixed, marks=needs_cells),
+    ],
+)
+def test_handlers_that_use_the_package_find_it_whole_at_any_moment(
+    handle: Callable[[], None], body: Callable[[], None], prepare: Callable[[], None]
+) -> None:
+    """What a handler does at a random moment neither fails nor leaves anything wrong behind."""
+    failures: list[BaseException] = []
+    calls = 0
+
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        nonlocal calls
+        calls += 1
+        try:
+            handle()
+        except BaseException as error:
+            failures.append(error)
+
+    prepare()
+    before = state()
+    rng = random.Random(2)
+    previous = signal.signal(signal.SIGALRM, handler)
+    try:
+        while calls < 1000:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(20e-6, 300e-6))
+            for _ in range(20):
+                body()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert failures == []
+            assert state() == before
+            assert ledger.tip is None
+            assert not ledger.applied.is_holding()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        reset()
+
+
 def test_trace_functions_that_enter_scopes_meet_every_line() -> None:
     """A trace function that uses scopes at every line of the package disturbs nothing."""
     lines = 0
@@ -309,6 +396,30 @@ def test_finalisers_that_enter_scopes_meet_every_collection() -> None:
         gc.set_threshold(*threshold)
     gc.collect()
     assert collected >= 600
+    assert state() == before
+
+
+def test_a_finaliser_does_not_wait_for_the_lock() -> None:
+    """What is collected while another thread is in the critical section ends when it leaves it."""
+    holding, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ledger.lock:
+            holding.set()
+            done.wait()
+        with matmul_precision("high"):  # whoever uses the lock next sees to the rest
+            pass
+
+    before = state()
+    lost = matmul_precision("medium")
+    lost.__enter__()
+    thread = threading.Thread(target=hold)
+    thread.start()
+    holding.wait()
+    del lost
+    assert torch.get_float32_matmul_precision() == "medium"
+    done.set()
+    thread.join()
     assert state() == before
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import multiprocessing
 import os
@@ -19,8 +21,9 @@ import torch
 from flags import state
 from torch.utils.data import DataLoader, Dataset
 
-from precision_scope import get_float32_matmul_precision, matmul_precision
+from precision_scope import PrecisionScopeError, get_float32_matmul_precision, matmul_precision
 from precision_scope._ledger import ledger
+from precision_scope.backends import Backend, register_backend, unregister_backend
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::precision_scope.PrecisionConflictWarning"),
@@ -189,6 +192,94 @@ def test_scopes_can_be_copied_and_pickled_also_while_entered(
         assert level is None or get_float32_matmul_precision() == level
     with twin:
         assert level is None or get_float32_matmul_precision() == level
+
+
+def test_a_process_whose_daemon_threads_are_busy_with_scopes_ends() -> None:
+    """Threads that are frozen inside the critical section at exit hold nobody up."""
+    program = """
+import threading, time
+from precision_scope import matmul_precision
+def work():
+    while True:
+        with matmul_precision("high"):
+            pass
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+time.sleep(0.05)
+"""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@needs_fork
+def test_a_child_works_though_a_backend_fails_in_it() -> None:
+    """No failure of a backend keeps the child from ending other threads' scopes and from the lock."""
+
+    class Failing(Backend):
+        """A backend that works in its own process alone."""
+
+        name = "failing"
+        process = os.getpid()
+
+        def is_active(self) -> bool:
+            return True
+
+        def save(self) -> object:
+            return None
+
+        def apply(self, level: str, /) -> None:
+            if os.getpid() != self.process:
+                raise RuntimeError(level)
+
+        def restore(self, saved: object, /) -> None:
+            self.apply(str(saved))
+
+        def describe(self) -> dict[str, str]:
+            return {}
+
+    def without_it() -> object:
+        with contextlib.suppress(PrecisionScopeError):
+            unregister_backend("failing")
+        seen: list[object] = []
+        thread = threading.Thread(target=lambda: seen.append(look_inside_another()))
+        thread.start()
+        thread.join(10)
+        return seen[0], look()
+
+    register_backend(Failing())
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with matmul_precision("high"):
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait()
+    try:
+        assert in_a_fork(without_it) == (("high", "high", ["high"]), ("highest", "highest", []))
+    finally:
+        leave.set()
+        thread.join()
+        unregister_backend("failing")
+
+
+@needs_fork
+def test_a_child_forked_by_a_task_goes_on_as_its_thread() -> None:
+    """In the child no task runs: what the task had entered is the thread's, and nests as before."""
+
+    async def main() -> object:
+        with matmul_precision("highest"):
+            return in_a_fork(lambda: decorated()[:2])
+
+    assert asyncio.run(main()) == ("medium", "medium")
 
 
 def test_a_process_that_ends_inside_a_scope_ends_quietly() -> None:

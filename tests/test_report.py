@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from precision_scope._report import Report
 
 LEVELS = list(Float32MatmulPrecision)
+BACKENDS: list[Any] = [torch.backends.cuda, torch.backends.mkldnn]
 OVERRIDES = [
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "NVIDIA_TF32_OVERRIDE",
@@ -337,12 +338,25 @@ def test_allow_tf32_inside_a_scope_is_noticed() -> None:
 
 
 @needs_cells
-@pytest.mark.parametrize("cell", ["cuda", "mkldnn"])
-def test_one_cell_written_inside_a_scope_is_noticed(cell: str) -> None:
-    """A write through torch's newer settings shows, also where the legacy value stays."""
-    with matmul_precision("highest"):
-        backend = torch.backends.cuda if cell == "cuda" else torch.backends.mkldnn
-        backend.matmul.fp32_precision = "tf32"
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_cell_written_inside_a_scope_is_noticed(level: Float32MatmulPrecision, backend: Any) -> None:
+    """A write through torch's newer settings shows, also where its legacy getter does not see it."""
+    with matmul_precision(level):
+        backend.matmul.fp32_precision = "tf32" if level == "highest" else "ieee"
+        assert report().changed_by_others
+
+
+@needs_cells
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_legacy_value_written_inside_a_scope_is_noticed(level: Float32MatmulPrecision) -> None:
+    """A write to the legacy value shows, also where the cells have been put back."""
+    cells = [backend.matmul for backend in BACKENDS]
+    with matmul_precision(level):
+        values = [cell.fp32_precision for cell in cells]
+        torch.set_float32_matmul_precision("high" if level == "highest" else "highest")
+        for cell, value in zip(cells, values, strict=True):
+            cell.fp32_precision = value
         assert report().changed_by_others
 
 

@@ -64,6 +64,7 @@ class TorchFlags(Backend):
 #  reading of cuda.matmul, reading of mkldnn.matmul, stored parents)
 # Parents are (generic.all, cuda.all, mkldnn.all), or None for all "none".
 _Parents: TypeAlias = "tuple[str, str, str]"
+_Cells: TypeAlias = "list[tuple[str, str, str]]"
 _Saved: TypeAlias = "tuple[str, str, str, str, str, _Parents | None]"
 
 # What the legacy setter writes to cuda.matmul and mkldnn.matmul.
@@ -89,20 +90,75 @@ class TorchCells(TorchFlags):
         "mkldnn.rnn.fp32_precision",
     )
 
+    def __init__(self) -> None:
+        # The cells that a save under way has written to for a moment, as they were.
+        self._borrowed: _Cells = []
+
     def save(self) -> _Saved:
         cuda = api.get_cell("cuda", "matmul")
         cpu = api.get_cell("mkldnn", "matmul")
-        if cuda == _NONE == cpu:
-            # Both read through to the root, so every parent is "none" too.
-            stored_cuda = stored_cpu = _NONE
-            parents = None
-        else:
-            stored_cuda, stored_cpu, parents = _stored_cells(cuda, cpu)
         try:
             legacy = api.get_legacy_value()
         except RuntimeError:
-            legacy = _legacy_value_in_mixed_state(stored_cuda, stored_cpu)
-        return legacy, stored_cuda, stored_cpu, cuda, cpu, parents
+            return self._save_by_borrowing()
+        if self._borrowed:
+            return self._save_by_borrowing()
+        if cuda == _NONE == cpu:
+            # Both read through to the root, so every parent is "none" too.
+            return legacy, _NONE, _NONE, _NONE, _NONE, None
+        parents = api.get_cell("generic", "all"), api.get_cell("cuda", "all"), api.get_cell("mkldnn", "all")
+        if parents[0] == _NONE and cuda != parents[1] and cpu != parents[2]:
+            return legacy, cuda, cpu, cuda, cpu, parents
+        return self._save_by_borrowing()  # a reading does not tell "none" from its parent's value
+
+    def _save_by_borrowing(self) -> _Saved:
+        """Save where readings are not enough: write to cells for a moment, to read others exactly.
+
+        No call in Python stands between such a write and its being put back: an
+        interrupt could prevent it. A signal handler that enters a scope in
+        between puts the cells back for its own save, and this one starts again.
+        """
+        while True:
+            for cell in self._borrowed:
+                api.set_cell(*cell)
+            cuda, cpu = api.get_cell("cuda", "matmul"), api.get_cell("mkldnn", "matmul")
+            generic = api.get_cell("generic", "all")  # the root: its reading is exact
+            borrowed: _Cells = [("generic", "all", generic)]
+            try:
+                self._borrowed = borrowed
+                api.set_cell("generic", "all", _NONE)
+                all_cuda, all_cpu = api.get_cell("cuda", "all"), api.get_cell("mkldnn", "all")
+                if self._borrowed is not borrowed:
+                    continue
+                borrowed += [("cuda", "all", all_cuda), ("mkldnn", "all", all_cpu)]
+                api.set_cell("cuda", "all", _NONE)
+                if self._borrowed is not borrowed:
+                    continue
+                api.set_cell("mkldnn", "all", _NONE)
+                stored_cuda, stored_cpu = api.get_cell("cuda", "matmul"), api.get_cell("mkldnn", "matmul")
+                if self._borrowed is not borrowed:
+                    continue
+                # The legacy getter cannot raise with both cells at "ieee".
+                borrowed += [("cuda", "matmul", stored_cuda), ("mkldnn", "matmul", stored_cpu)]
+                api.set_cell("cuda", "matmul", "ieee")
+                if self._borrowed is not borrowed:
+                    continue
+                api.set_cell("mkldnn", "matmul", "ieee")
+                legacy = api.get_legacy_value()
+                if self._borrowed is not borrowed:
+                    continue
+            finally:
+                if self._borrowed is borrowed:
+                    try:
+                        for cell in borrowed:
+                            api.set_cell(*cell)
+                    except BaseException:
+                        for cell in borrowed:
+                            api.set_cell(*cell)
+                        raise
+                    finally:
+                        self._borrowed = []
+            return legacy, stored_cuda, stored_cpu, cuda, cpu, (generic, all_cuda, all_cpu)
 
     def restore(self, saved: Any, /) -> None:
         legacy, stored_cuda, stored_cpu, cuda, cpu, parents = saved
@@ -147,60 +203,6 @@ def _level_of_readings(cuda: str, cpu: str) -> Float32MatmulPrecision:
     if cuda != "tf32":
         return Float32MatmulPrecision.HIGHEST
     return Float32MatmulPrecision.MEDIUM if cpu == "bf16" else Float32MatmulPrecision.HIGH
-
-
-def _stored_cells(cuda: str, cpu: str) -> tuple[str, str, _Parents]:
-    """Return what the two matmul cells, and their parents, really hold."""
-    generic = api.get_cell("generic", "all")  # the root: its reading is exact
-    all_cuda = api.get_cell("cuda", "all")
-    all_cpu = api.get_cell("mkldnn", "all")
-    plain_cuda = cuda == _NONE or cuda != all_cuda
-    plain_cpu = cpu == _NONE or cpu != all_cpu
-    if generic == _NONE and plain_cuda and plain_cpu:
-        return cuda, cpu, (generic, all_cuda, all_cpu)
-    return _stored_behind_parents(generic)
-
-
-# Both functions below write for a moment in order to read, and put back what
-# they wrote with no call in Python on the way, which an interrupt could prevent.
-
-
-def _stored_behind_parents(generic: str) -> tuple[str, str, _Parents]:
-    """Read the cells exactly by emptying their parents for a moment."""
-    borrowed = [("generic", "all", generic)]
-    try:
-        api.set_cell("generic", "all", _NONE)
-        all_cuda, all_cpu = api.get_cell("cuda", "all"), api.get_cell("mkldnn", "all")
-        borrowed += [("cuda", "all", all_cuda), ("mkldnn", "all", all_cpu)]
-        api.set_cell("cuda", "all", _NONE)
-        api.set_cell("mkldnn", "all", _NONE)
-        stored = api.get_cell("cuda", "matmul"), api.get_cell("mkldnn", "matmul")
-    finally:
-        try:
-            for cell in borrowed:
-                api.set_cell(*cell)
-        except BaseException:
-            for cell in borrowed:
-                api.set_cell(*cell)
-            raise
-    return *stored, (generic, all_cuda, all_cpu)
-
-
-def _legacy_value_in_mixed_state(stored_cuda: str, stored_cpu: str) -> str:
-    """Read the legacy value where its getter raises: with both cells at "ieee"."""
-    borrowed = [("cuda", "matmul", stored_cuda), ("mkldnn", "matmul", stored_cpu)]
-    try:
-        for backend, operator, _ in borrowed:
-            api.set_cell(backend, operator, "ieee")
-        return api.get_legacy_value()
-    finally:
-        try:
-            for cell in borrowed:
-                api.set_cell(*cell)
-        except BaseException:
-            for cell in borrowed:
-                api.set_cell(*cell)
-            raise
 
 
 def _set_parents(parents: _Parents) -> None:
