@@ -138,6 +138,8 @@ class Applied:
                 # All or nothing.
                 self._saved = ((self._torch_flags, saved),)
                 self.holding = self._torch_held
+                if not self._torch_held.idle:
+                    return self._torch_held
         for backend in self.holding.idle:
             try:
                 if not backend.is_active():
@@ -159,6 +161,12 @@ class Applied:
             What is to be raised when everything is done. An interrupt between
             the backends is raised at once: then call it again.
         """
+        if len(self._saved) == 1 and self.next_default is None:
+            # torch's flags alone: the hot path, and they cannot fail.
+            backend, saved = self._saved[0]
+            backend.restore(saved)
+            if self.next_default is None:
+                return None
         default, error = self.next_default, _put_back(self._saved, self.next_default)
         while default is not self.next_default:  # it was set meanwhile
             default, error = self.next_default, _put_back(self._saved, self.next_default)

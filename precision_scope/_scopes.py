@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, final, overload
 
 from precision_scope._decorators import decorate
@@ -87,12 +88,12 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
         self.__del__ = _nothing_to_end
         self._key = key = ScopeKey()
         key.entries = key.owed = 0
-        if level is not None and not isinstance(level, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise level_error(level)
         try:
             self._rank = RANKS[level]
-        except KeyError:
+        except (KeyError, TypeError):
             raise level_error(level) from None
+        if level.__class__ is not str and not isinstance(level, (str, NoneType)):  # pyright: ignore
+            raise level_error(level)  # it only compares equal to a level
 
     # Entering and leaving are the hot path: straight-line code for a plain
     # stack of scopes, see the ledger, and no call in Python that can be spared.

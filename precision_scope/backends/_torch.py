@@ -101,13 +101,11 @@ class TorchCells(TorchFlags):
             legacy = api.get_legacy_value()
         except RuntimeError:
             return self._save_by_borrowing()
-        if self._borrowed:
-            return self._save_by_borrowing()
-        if cuda == _NONE == cpu:
+        if cuda == _NONE == cpu and not self._borrowed:
             # Both read through to the root, so every parent is "none" too.
             return legacy, _NONE, _NONE, _NONE, _NONE, None
         parents = api.get_cell("generic", "all"), api.get_cell("cuda", "all"), api.get_cell("mkldnn", "all")
-        if parents[0] == _NONE and cuda != parents[1] and cpu != parents[2]:
+        if parents[0] == _NONE and cuda != parents[1] and cpu != parents[2] and not self._borrowed:
             return legacy, cuda, cpu, cuda, cpu, parents
         return self._save_by_borrowing()  # a reading does not tell "none" from its parent's value
 
