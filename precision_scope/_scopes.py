@@ -92,7 +92,7 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
             self._rank = RANKS[level]
         except (KeyError, TypeError):
             raise level_error(level) from None
-        if level.__class__ is not str and not isinstance(level, (str, NoneType)):  # pyright: ignore
+        if level.__class__ is not str and not isinstance(level, (str, NoneType)):
             raise level_error(level)  # it only compares equal to a level
 
     # Entering and leaving are the hot path: straight-line code for a plain

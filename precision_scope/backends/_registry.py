@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 # The module, not the ledger itself: the ledger's module imports this package.
 from precision_scope import _ledger
 from precision_scope.backends._base import Backend
@@ -56,9 +54,10 @@ def register_backend(backend: Backend) -> None:
 
     It can be called from any thread or task.
     """
-    given = cast("object", backend)
-    if not isinstance(given, Backend) or not isinstance(getattr(given, "name", None), str):
-        raise TypeError(f"expected an instance of a Backend subclass with a name, got {type(given).__name__}")
+    if not isinstance(backend, Backend) or not isinstance(getattr(backend, "name", None), str):
+        raise TypeError(
+            f"expected an instance of a Backend subclass with a name, got {type(backend).__name__}"
+        )
     _ledger.ledger.add_backend(backend)
 
 
