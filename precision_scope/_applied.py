@@ -133,24 +133,24 @@ class Applied:
             PrecisionScopeError: For the first that fails.
         """
         if not self._saved:
-            saved = self._torch_flags.save()
+            saved = ((self._torch_flags, self._torch_flags.save()),)
             if not self._saved:  # else a handler came between
                 # All or nothing.
-                self._saved = ((self._torch_flags, saved),)
-                self.holding = self._torch_held
-                if not self._torch_held.idle:
-                    return self._torch_held
+                self._saved = saved
+                self.holding = holding = self._torch_held
+                if not holding.idle:
+                    return holding
         for backend in self.holding.idle:
             try:
                 if not backend.is_active():
                     continue
-                saved = backend.save()
+                state = backend.save()
             except Exception as error:
                 raise _failed([_Failure(backend, "be saved", error)]) from error
             holding = Holding((*self.holding.backends, backend), self.backends)
             if not any(backend is held for held in self.holding.backends):  # as above
                 # All or nothing.
-                self._saved = (*self._saved, (backend, saved))
+                self._saved = (*self._saved, (backend, state))
                 self.holding = holding
         return self.holding
 
@@ -161,10 +161,9 @@ class Applied:
             What is to be raised when everything is done. An interrupt between
             the backends is raised at once: then call it again.
         """
-        if len(self._saved) == 1 and self.next_default is None:
+        if self.holding is self._torch_held and self.next_default is None:
             # torch's flags alone: the hot path, and they cannot fail.
-            backend, saved = self._saved[0]
-            backend.restore(saved)
+            self._torch_flags.restore(self._saved[0][1])
             if self.next_default is None:
                 return None
         default, error = self.next_default, _put_back(self._saved, self.next_default)

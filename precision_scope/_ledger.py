@@ -2,7 +2,7 @@
 
 As long as one thread or task enters scopes and leaves them innermost first,
 the ledger is a *plain stack*: the contexts' own linked list of entries, and
-``_tip``, its innermost one, which says what to apply. Anything else turns it
+``tip``, its innermost one, which says what to apply. Anything else turns it
 into the *general* form until it is empty again. There, an entry that covers
 another one of the same owner shadows it, and the backends follow the
 strictest of what the uncovered entries ask for.
@@ -347,12 +347,16 @@ class Ledger:
 
     def level(self) -> Float32MatmulPrecision | None:
         """Return the level that live scopes have in force; None without any."""
-        rank = self._wanted()
-        return None if rank is None else LEVELS[rank]
+        with self.lock:
+            rank = self._wanted()
+            return None if rank is None else LEVELS[rank]
 
     def live_scopes(self) -> list[tuple[Float32MatmulPrecision, Owner]]:
         """Return level and owner of each live scope, in the order of entering."""
-        return [(LEVELS[entry.rank], entry.owner) for entry in self._all_live() if entry.rank < ASKS_NOTHING]
+        with self.lock:
+            return [
+                (LEVELS[entry.rank], entry.owner) for entry in self._all_live() if entry.rank < ASKS_NOTHING
+            ]
 
     # Backends.
 

@@ -85,14 +85,17 @@ _task_owners: dict[int, Owner] = {}
 def current_owner() -> Owner:
     """Return the owner for the running asyncio task, else for the thread."""
     loop = _running_loop()
-    if loop is not None:
-        task = asyncio.current_task(loop)
-        if task is not None:
-            owner = _task_owners.get(id(task))
-            if owner is None or owner.task is None or owner.task() is not task:
-                owner = _adopt(task)
-            return owner
-    return _thread.owner
+    return _thread.owner if loop is None else _owner_in(loop)
+
+
+def _owner_in(loop: asyncio.AbstractEventLoop) -> Owner:
+    task = asyncio.current_task(loop)
+    if task is None:
+        return _thread.owner
+    owner = _task_owners.get(id(task))
+    if owner is None or owner.task is None or owner.task() is not task:
+        owner = _adopt(task)
+    return owner
 
 
 def _adopt(task: asyncio.Task[Any]) -> Owner:

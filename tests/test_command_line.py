@@ -34,7 +34,11 @@ SMALL = ("--size", "64")
 
 def run_python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own."""
-    return subprocess.run([sys.executable, *arguments], check=False, text=True, timeout=120, **options)
+    # Buffered, as a program's output is in a pipe; CI may have it otherwise.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        [sys.executable, *arguments], check=False, text=True, timeout=120, env=environment, **options
+    )
 
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
