@@ -11,6 +11,7 @@ from flags import reset, state
 from precision_scope import (
     Float32MatmulPrecision,
     PrecisionScopeError,
+    _torch_api,
     get_float32_matmul_precision,
     matmul_precision,
     set_float32_matmul_precision,
@@ -187,6 +188,26 @@ def test_an_interrupt_in_a_restore_keeps_no_other_from_it(
     assert times > 1 or backends[1].level == "its own"
     assert state() == before
     assert not ledger.applied.is_holding()
+
+
+class TimedOut(Exception):  # noqa: N818
+    """What a signal handler of the usual kind raises."""
+
+
+def test_what_a_handler_raises_while_torch_is_restored_passes_through(
+    backends: list[Fragile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's own flags cannot fail: an exception there is somebody else's, and keeps its type."""
+    before = state()
+
+    def interrupted(_level: str) -> None:
+        monkeypatch.undo()
+        raise TimedOut
+
+    with pytest.raises(TimedOut), matmul_precision("medium"):
+        monkeypatch.setattr(_torch_api, "set_legacy_value", interrupted)
+    assert levels(backends) == ["its own"] * 3
+    assert state() == before
 
 
 def test_a_default_set_while_backends_are_restored_reaches_all(

@@ -90,6 +90,16 @@ class Scopes(RuleBasedStateMachine):
         if level is not None:
             self.asked(was)
 
+    @rule(level=LEVELS)
+    def block(self, level: str) -> None:
+        was = self.wanted()
+        before = state()
+        with matmul_precision(level):
+            assert torch.get_float32_matmul_precision() == level
+        if was is None:
+            assert state() == before
+        self.undisturbed = True
+
     @precondition(lambda self: self.entered)
     @rule(data=st.data(), error=st.sampled_from([None, ValueError("body"), KeyboardInterrupt()]))
     def leave(self, data: st.DataObject, error: BaseException | None) -> None:
