@@ -216,7 +216,8 @@ class Ledger:
         tip = self.tip
         if tip is not GENERAL:
             return None if tip is None else tip.rank
-        return next((rank for rank, count in enumerate(self._counts) if count), None)
+        counts = self._counts
+        return 0 if counts[0] else 1 if counts[1] else 2 if counts[2] else None
 
     def settle(self, *, activate: bool) -> None:
         """Bring the backends to what is wanted now.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, final, overload
@@ -27,6 +28,18 @@ _release = ledger.lock.release
 _applied = ledger.applied
 _over_and_done = ledger.over_and_done
 _nothing_to_end: Callable[[], object] = bool  # does nothing, and not in Python
+
+
+def _wait_for_lock() -> None:
+    """Take the lock without queueing for it.
+
+    A thread that is handed the lock in a queue has yet to get the GIL, and by
+    then the next one queues: from then on every scope costs a switch of threads.
+    """
+    pause = 0.0
+    while not _acquire(False):
+        time.sleep(pause)
+        pause = min(pause + 1e-5, 1e-3)
 
 
 def _release_if_owned() -> None:
@@ -109,7 +122,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
         rank = self._rank
         try:
             try:
-                _acquire()
+                if not _acquire(False):
+                    _wait_for_lock()
                 self.__del__ = key.end_all
                 if (
                     parent is ledger.tip
@@ -155,7 +169,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                 if entry is None:
                     return
             try:
-                _acquire()
+                if not _acquire(False):
+                    _wait_for_lock()
                 if entry is ledger.tip:
                     parent = entry.parent
                     # All or nothing.
