@@ -62,19 +62,21 @@ def _put_back(saved: tuple[_Saved, ...], default: Float32MatmulPrecision | None)
     interrupt: BaseException | None = None
     for backend, state in saved:
         try:
-            backend.restore(state)
-            if default is not None:
-                backend.apply(default)
+            _put_one_back(backend, state, default)
         except BaseException as error:
             if isinstance(backend, TorchFlags) or not isinstance(error, Exception):
                 interrupt = error
             else:
                 failures.append(_Failure(backend, "be restored", error))
             with contextlib.suppress(BaseException):  # the first one is raised
-                backend.restore(state)
-                if default is not None:
-                    backend.apply(default)
+                _put_one_back(backend, state, default)
     return interrupt or (_failed(failures) if failures else None)
+
+
+def _put_one_back(backend: Backend, state: object, default: Float32MatmulPrecision | None) -> None:
+    backend.restore(state)
+    if default is not None:
+        backend.apply(default)
 
 
 class Holding:

@@ -55,6 +55,17 @@ def in_a_fork(work: Callable[[], object], timeout: float = 20) -> object:
         return pickle.loads(stream.read())
 
 
+def run_program(program: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run a program in a Python of its own, without its warnings."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+    )
+
+
 def look() -> tuple[str, str, list[str]]:
     """Return what is wanted, what is applied, and which scopes are live."""
     return (
@@ -207,13 +218,7 @@ for _ in range(3):
     threading.Thread(target=work, daemon=True).start()
 time.sleep(0.05)
 """
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    result = run_program(program, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -294,11 +299,5 @@ async def main():
     matmul_precision("medium").__enter__()
 asyncio.run(main())
 """
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    result = run_program(program, timeout=120)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
