@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple
 
 from precision_scope._errors import PrecisionScopeError
 from precision_scope._levels import Float32MatmulPrecision
 from precision_scope.backends._base import Backend
 from precision_scope.backends._torch import TorchFlags
-
-_Saved: TypeAlias = tuple[Backend, object]
-"""A backend and its setting from before the first scope."""
 
 
 class _Failure(NamedTuple):
@@ -50,7 +47,9 @@ def _failed(failures: list[_Failure]) -> PrecisionScopeError:
     return failed
 
 
-def _put_back(saved: tuple[_Saved, ...], default: Float32MatmulPrecision | None) -> BaseException | None:
+def _put_back(
+    backends: tuple[Backend, ...], default: Float32MatmulPrecision | None, *states: object
+) -> BaseException | None:
     """Restore backends, and set them to a new default; each twice if it fails.
 
     An exception can be a signal handler's, and the second time succeeds.
@@ -60,7 +59,7 @@ def _put_back(saved: tuple[_Saved, ...], default: Float32MatmulPrecision | None)
     """
     failures: list[_Failure] = []
     interrupt: BaseException | None = None
-    for backend, state in saved:
+    for backend, state in zip(backends, states, strict=True):
         try:
             _put_one_back(backend, state, default)
         except BaseException as error:
@@ -85,22 +84,34 @@ class Holding:
     Attributes:
         backends: Those that follow the live scopes, torch's flags first.
         idle: The other registered ones, which may have become active.
+        default: The process default to come when the last scope ends, if it
+            was set while scopes were live.
         apply: Applies a level to all that are held, whichever fail.
+        restore: Puts all that are held back as they were, given what each had
+            saved, or at the new default, whichever fail. It returns what is to
+            be raised when everything is done; an interrupt between the
+            backends is raised at once: then call it again.
     """
 
-    __slots__ = ("apply", "backends", "idle")
+    __slots__ = ("apply", "backends", "default", "idle", "restore")
 
-    def __init__(self, held: Iterable[Backend], registered: tuple[Backend, ...]) -> None:
-        self.backends = tuple(held)
-        self.idle = tuple(
-            backend for backend in registered if not any(backend is held for held in self.backends)
-        )
-        # torch's flags alone are the usual case, and their setter cannot fail.
-        self.apply: Callable[[Float32MatmulPrecision], object] = (
-            self.backends[0].apply
-            if len(self.backends) == 1
-            else functools.partial(_apply_to_each, self.backends)
-        )
+    def __init__(
+        self,
+        held: tuple[Backend, ...],
+        registered: tuple[Backend, ...],
+        default: Float32MatmulPrecision | None = None,
+    ) -> None:
+        self.backends = held
+        self.idle = tuple(backend for backend in registered if not any(backend is other for other in held))
+        self.default = default
+        self.apply: Callable[[Float32MatmulPrecision], object]
+        self.restore: Callable[..., BaseException | None]
+        if len(held) == 1 and default is None:
+            # torch's flags alone: the usual case and the hot path, and they cannot fail.
+            self.apply, self.restore = held[0].apply, held[0].restore
+        else:
+            self.apply = functools.partial(_apply_to_each, held)
+            self.restore = functools.partial(_put_back, held, default)
 
 
 class Applied:
@@ -109,23 +120,26 @@ class Applied:
     Attributes:
         backends: The registered backends.
         holding: Which of them follow the live scopes.
-        next_default: The process default to come when the last scope ends, if
-            it was set while scopes were live.
+        nothing_held: What ``holding`` is where no scope is live.
+        torch_held: What it is where torch's flags alone are held, the usual case.
+        torch_flags: torch's own flags.
+        saved: What each of the held ones had saved, in their order.
     """
 
     def __init__(self, torch_flags: TorchFlags) -> None:
-        self._torch_flags = torch_flags
-        self._saved: tuple[_Saved, ...] = ()  # of the held backends, in their order
-        self.next_default: Float32MatmulPrecision | None = None
-        self._register((torch_flags,), ())
+        self.torch_flags = torch_flags
+        self.holding: Holding = Holding((), (torch_flags,))
+        self._register((torch_flags,), (), ())
 
-    def _register(self, backends: tuple[Backend, ...], saved: tuple[_Saved, ...]) -> None:
+    def _register(
+        self, backends: tuple[Backend, ...], held: tuple[Backend, ...], saved: tuple[object, ...]
+    ) -> None:
         self.backends = backends
-        self._nothing_held = Holding((), backends)
-        self._torch_held = Holding((self._torch_flags,), backends)
-        holding = Holding((backend for backend, _ in saved), backends)
+        self.nothing_held = Holding((), backends)
+        self.torch_held = Holding((self.torch_flags,), backends)
+        holding = Holding(held, backends, self.holding.default) if held else self.nothing_held
         # All or nothing.
-        self._saved = saved
+        self.saved = saved
         self.holding = holding
 
     def hold_active(self) -> Holding:
@@ -134,14 +148,11 @@ class Applied:
         Raises:
             PrecisionScopeError: For the first that fails.
         """
-        if not self._saved:
-            saved = ((self._torch_flags, self._torch_flags.save()),)
-            if not self._saved:  # else a handler came between
+        if not self.saved:
+            saved = (self.torch_flags.save(),)
+            if not self.saved:  # else a handler came between
                 # All or nothing.
-                self._saved = saved
-                self.holding = holding = self._torch_held
-                if not holding.idle:
-                    return holding
+                self.holding, self.saved = self.torch_held, saved
         for backend in self.holding.idle:
             try:
                 if not backend.is_active():
@@ -149,77 +160,60 @@ class Applied:
                 state = backend.save()
             except Exception as error:
                 raise _failed([_Failure(backend, "be saved", error)]) from error
-            holding = Holding((*self.holding.backends, backend), self.backends)
-            if not any(backend is held for held in self.holding.backends):  # as above
-                # All or nothing.
-                self._saved = (*self._saved, (backend, state))
-                self.holding = holding
+            while any(backend is idle for idle in self.holding.idle):
+                before = self.holding
+                holding = Holding((*before.backends, backend), self.backends, before.default)
+                if self.holding is before:  # as above
+                    # All or nothing.
+                    self.saved = (*self.saved, state)
+                    self.holding = holding
         return self.holding
 
-    def restore(self) -> BaseException | None:
-        """Put every held backend back as it was, or at the new default, whichever fail.
-
-        Returns:
-            What is to be raised when everything is done. An interrupt between
-            the backends is raised at once: then call it again.
-        """
-        if self.holding is self._torch_held and self.next_default is None:
-            # torch's flags alone: the hot path, and they cannot fail.
-            self._torch_flags.restore(self._saved[0][1])
-            if self.next_default is None:
-                return None
-        default, error = self.next_default, _put_back(self._saved, self.next_default)
-        while default is not self.next_default:  # it was set meanwhile
-            default, error = self.next_default, _put_back(self._saved, self.next_default)
-        return error
-
-    def is_holding(self) -> bool:
-        """Tell whether any backend is held."""
-        return bool(self._saved)
-
-    def let_go(self) -> None:
-        """Hold nothing; what was held has been put back."""
-        # All or nothing.
-        self.holding = self._nothing_held
-        self._saved = ()
-        self.next_default = None
-
     def set_default(self, level: Float32MatmulPrecision) -> None:
-        """Apply a level for good to every active backend, or to none."""
-        changed: list[_Saved] = []
+        """Set the process default on every active backend, or on none.
+
+        While scopes are live it takes effect when the last of them ends.
+        """
+        if self.saved:
+            before = self.holding
+            self.holding = Holding(before.backends, self.backends, level)
+            return
+        changed: list[Backend] = []
+        saved: list[object] = []
         try:
             for backend in self.backends:
                 try:
                     if backend.is_active():
-                        changed.append((backend, backend.save()))
+                        saved.append(backend.save())
+                        changed.append(backend)
                         backend.apply(level)
                 except Exception as error:
                     raise _failed([_Failure(backend, f"be set to {level.value!r}", error)]) from error
         except BaseException:
-            _put_back(tuple(changed), None)
+            _put_back(tuple(changed), None, *saved[: len(changed)])
             raise
 
     def default(self) -> Float32MatmulPrecision:
         """Return the level in force where no scope is live."""
-        if self.next_default is not None:
-            return self.next_default
-        if self._saved:
-            return self._torch_flags.level_of(self._saved[0][1])
-        return self._torch_flags.current_level()
+        if self.holding.default is not None:
+            return self.holding.default
+        if self.saved:
+            return self.torch_flags.level_of(self.saved[0])
+        return self.torch_flags.current_level()
 
     def add(self, backend: Backend, level: Float32MatmulPrecision | None) -> None:
         """Register a backend, and give it the level that live scopes have in force."""
         if any(other.name == backend.name for other in self.backends):
             raise ValueError(f"a backend named {backend.name!r} is registered; unregister that one first")
-        before = self._saved
-        self._register((*self.backends, backend), before)
+        held, saved = self.holding.backends, self.saved
+        self._register((*self.backends, backend), held, saved)
         try:
             if level is not None:
                 self.hold_active().apply(level)
         except BaseException:
-            added = self._saved[len(before) :]
-            self._register(self.backends[:-1], before)
-            _put_back(added, None)
+            added = self.holding.backends[len(held) :], self.saved[len(saved) :]
+            self._register(self.backends[:-1], held, saved)
+            _put_back(added[0], None, *added[1])
             raise
 
     def remove(self, name: str) -> None:
@@ -228,11 +222,13 @@ class Applied:
         if backend is None:
             names = ", ".join(repr(backend.name) for backend in self.backends[1:]) or "none"
             raise ValueError(f"cannot unregister a backend named {name!r}; those registered: {names}")
-        held = tuple(pair for pair in self._saved if pair[0] is backend)
+        pairs = list(zip(self.holding.backends, self.saved, strict=True))
+        kept = [pair for pair in pairs if pair[0] is not backend]
         self._register(
             tuple(other for other in self.backends if other is not backend),
-            tuple(pair for pair in self._saved if pair[0] is not backend),
+            tuple(held for held, _ in kept),
+            tuple(state for _, state in kept),
         )
-        error = _put_back(held, None)
+        error = next((_put_back((held,), None, state) for held, state in pairs if held is backend), None)
         if error is not None:
             raise error

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 class ScopeKey:
     """Stands for a scope object in its entries, which must not keep it alive.
 
-    Like an entry it is made on the hot path, and has no ``__init__``.
+    Like an entry it is made on the hot path, and has no ``__init__``. Called,
+    it ends its entries: the scope object is being collected.
 
     Attributes:
         entries: How many of its entries are live.
@@ -59,8 +60,7 @@ class ScopeKey:
     entries: int
     owed: int
 
-    def end_all(self) -> None:
-        """End the entries; the scope object is being collected."""
+    def __call__(self) -> None:
         ledger.end_soon(self)
 
 
@@ -150,11 +150,9 @@ class Ledger:
                 try:
                     while self.tip is not GENERAL and entry.rank != ENDED:
                         self._generalise()
+                    while entry.rank != ENDED and entry.over is not None and entry.over.rank == ENDED:
+                        entry.over = entry.over.over
                     rank = entry.rank
-                    if rank != ENDED:
-                        while entry.over is not None and entry.over.rank == ENDED:
-                            entry.over = entry.over.over
-                    rank = entry.rank  # a handler may have set it
                     # All or nothing.
                     if rank != ENDED:
                         if entry in self._live:  # an orphan is not
@@ -229,19 +227,21 @@ class Ledger:
         failure: BaseException | None = None
         while True:
             rank = self._wanted()
+            holding = applied.holding
             try:
                 if rank is None:
-                    failure = applied.restore()
+                    failure = applied.holding.restore(*applied.saved)
                 elif activate:
                     applied.hold_active().apply(LEVELS[rank])
                 else:
                     applied.holding.apply(LEVELS[rank])
             except PrecisionScopeError as error:
                 failure = error
-            if rank == self._wanted():  # else a handler came between
+            # Else a handler came between: it changed what is wanted, or the default.
+            if rank == self._wanted() and (rank is not None or applied.holding is holding):
                 break
         if rank is None:
-            applied.let_go()
+            applied.holding, applied.saved = applied.nothing_held, ()
         if failure is not None:
             raise failure
 
@@ -250,10 +250,7 @@ class Ledger:
         with self.lock:
             entry = innermost()
             if entry is None:
-                if self._wanted() is not None or self.applied.is_holding():
-                    self.applied.next_default = level
-                else:
-                    self.applied.set_default(level)
+                self.applied.set_default(level)
                 return
             old = entry.rank
             if old != ASKS_NOTHING:

@@ -15,7 +15,7 @@ from typing import Any
 
 # asyncio.get_running_loop() raises where no loop runs, which costs more than
 # a whole scope; this is the call below it, there for framework authors.
-_running_loop: Callable[[], asyncio.AbstractEventLoop | None] = asyncio._get_running_loop
+running_loop: Callable[[], asyncio.AbstractEventLoop | None] = asyncio._get_running_loop
 
 _listeners: list[Callable[[Owner], None]] = []
 
@@ -53,9 +53,14 @@ class Owner:
         thread, task = self.names()
         return f"thread {thread}" if task is None else f"task {task} in thread {thread}"
 
+    def tell(self) -> None:
+        """Call the listeners: what this owner stands for is gone."""
+        for listener in _listeners or ():  # None when the interpreter is shutting down
+            listener(self)
+
     def is_here(self) -> bool:
         """Tell whether this owner belongs to the calling thread."""
-        return self.thread is _thread.owner
+        return self.thread is this_thread.owner
 
 
 class _Sentinel:
@@ -68,7 +73,7 @@ class _Sentinel:
 
     def __del__(self) -> None:
         self.owner.gone = True
-        _say_gone(self.owner)
+        self.owner.tell()
 
 
 class _ThreadOwner(threading.local):
@@ -77,21 +82,21 @@ class _ThreadOwner(threading.local):
         self.sentinel = _Sentinel(self.owner)
 
 
-_thread = _ThreadOwner()
+this_thread = _ThreadOwner()
 # Keyed by id(task): an entry goes before its task's id can be used again.
 _task_owners: dict[int, Owner] = {}
 
 
 def current_owner() -> Owner:
     """Return the owner for the running asyncio task, else for the thread."""
-    loop = _running_loop()
-    return _thread.owner if loop is None else _owner_in(loop)
+    loop = running_loop()
+    return this_thread.owner if loop is None else owner_in(loop)
 
 
-def _owner_in(loop: asyncio.AbstractEventLoop) -> Owner:
+def owner_in(loop: asyncio.AbstractEventLoop) -> Owner:
     task = asyncio.current_task(loop)
     if task is None:
-        return _thread.owner
+        return this_thread.owner
     owner = _task_owners.get(id(task))
     if owner is None or owner.task is None or owner.task() is not task:
         owner = _adopt(task)
@@ -105,9 +110,9 @@ def _adopt(task: asyncio.Task[Any]) -> Owner:
         owner = _task_owners.get(key)
         if owner is not None and owner.task is reference:
             del _task_owners[key]
-            _say_gone(owner)
+            owner.tell()
 
-    owner = Owner(_thread.owner, weakref.ref(task, gone))
+    owner = Owner(this_thread.owner, weakref.ref(task, gone))
     _task_owners[key] = owner
     return owner
 
@@ -115,8 +120,3 @@ def _adopt(task: asyncio.Task[Any]) -> Owner:
 def on_owner_gone(listener: Callable[[Owner], None]) -> None:
     """Have ``listener`` called with each owner that ceases to exist."""
     _listeners.append(listener)
-
-
-def _say_gone(owner: Owner) -> None:
-    for listener in _listeners or ():  # None when the interpreter is shutting down
-        listener(owner)

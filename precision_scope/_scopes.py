@@ -12,7 +12,7 @@ from precision_scope._decorators import decorate
 from precision_scope._entries import ASKS_NOTHING, ENDED, RANKS, Entry, top
 from precision_scope._ledger import GENERAL, ScopeKey, ledger
 from precision_scope._levels import LEVELS, Float32MatmulPrecision, level_error
-from precision_scope._owners import current_owner
+from precision_scope._owners import owner_in, running_loop, this_thread
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -116,7 +116,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
     def __enter__(self) -> None:
         entry = Entry()
         entry.parent = parent = _get_top()
-        entry.owner = owner = current_owner()
+        loop = running_loop()
+        entry.owner = owner = this_thread.owner if loop is None else owner_in(loop)
         entry.key = key = self._key
         entry.rank = ENDED
         rank = self._rank
@@ -124,7 +125,7 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
             try:
                 if not _acquire(False):
                     _wait_for_lock()
-                self.__del__ = key.end_all
+                self.__del__ = key
                 if (
                     parent is ledger.tip
                     and rank != ASKS_NOTHING
@@ -134,6 +135,12 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                     entry.rank, ledger.tip = rank, entry
                     key.entries += 1
                     holding = _applied.holding
+                    if holding is _applied.nothing_held:  # as hold_active() begins
+                        saved = (_applied.torch_flags.save(),)
+                        if not _applied.saved:
+                            # All or nothing.
+                            _applied.holding, _applied.saved = _applied.torch_held, saved
+                        holding = _applied.holding
                     if holding.idle:
                         holding = _applied.hold_active()
                     holding.apply(LEVELS[rank])
@@ -161,17 +168,12 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
     ) -> None:
         key = self._key
         error = None
-        entry = here = _get_top()
+        entry = _get_top()
         try:
-            if entry is None or entry.key is not key or entry.rank == ENDED:
-                entry = None
-                entry = ledger.find(key)
-                if entry is None:
-                    return
             try:
                 if not _acquire(False):
                     _wait_for_lock()
-                if entry is ledger.tip:
+                if entry is not None and entry is ledger.tip and entry.key is key:
                     parent = entry.parent
                     # All or nothing.
                     entry.rank, ledger.tip = ENDED, parent
@@ -179,15 +181,16 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                     if parent is not None:
                         _applied.holding.apply(LEVELS[parent.rank])
                     else:
-                        error = _applied.restore()
-                        if ledger.tip is None:  # no handler came between
-                            _applied.let_go()
+                        error = (holding := _applied.holding).restore(*_applied.saved)
+                        if ledger.tip is None and _applied.holding is holding:  # no handler came between
+                            _applied.holding, _applied.saved = _applied.nothing_held, ()
                         else:
                             ledger.settle(activate=True)
-                    if entry is here:
-                        _set_top(parent)
+                    _set_top(parent)
                 else:
-                    ledger.end(entry)
+                    entry = ledger.find(key)
+                    if entry is not None:
+                        ledger.end(entry)
                 if key.entries == 0:
                     self.__del__ = _nothing_to_end
             except BaseException:
@@ -197,7 +200,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
             if _over_and_done:
                 ledger.see_to_the_rest()
         except BaseException:  # finish what was cut short
-            entry = entry or ledger.find(key)
+            if entry is None or entry.key is not key:
+                entry = ledger.find(key)
             if entry is not None:
                 ledger.end(entry)
             raise

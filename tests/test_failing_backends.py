@@ -187,7 +187,7 @@ def test_an_interrupt_in_a_restore_keeps_no_other_from_it(
     assert (backends[0].level, backends[2].level) == ("its own", "its own")
     assert times > 1 or backends[1].level == "its own"
     assert state() == before
-    assert not ledger.applied.is_holding()
+    assert not ledger.applied.saved
 
 
 class TimedOut(Exception):  # noqa: N818

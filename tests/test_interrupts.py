@@ -329,7 +329,7 @@ def test_handlers_that_use_the_package_find_it_whole_at_any_moment(
             assert failures == []
             assert state() == before
             assert ledger.tip is None
-            assert not ledger.applied.is_holding()
+            assert not ledger.applied.saved
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
