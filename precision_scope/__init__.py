@@ -1,6 +1,7 @@
 """Scoped float32 matmul precision for PyTorch."""
 
 from precision_scope._errors import PrecisionConflictWarning, PrecisionScopeError
+from precision_scope._isolation import enable_if_environment_says_so, enable_isolation
 from precision_scope._levels import Float32MatmulPrecision
 from precision_scope._process import get_float32_matmul_precision, set_float32_matmul_precision
 from precision_scope._report import report
@@ -16,8 +17,11 @@ __all__ = [
     "Float32MatmulPrecision",
     "PrecisionConflictWarning",
     "PrecisionScopeError",
+    "enable_isolation",
     "get_float32_matmul_precision",
     "matmul_precision",
     "report",
     "set_float32_matmul_precision",
 ]
+
+enable_if_environment_says_so()

@@ -75,7 +75,14 @@ def _put_back(
 def _put_one_back(backend: Backend, state: object, default: Float32MatmulPrecision | None) -> None:
     backend.restore(state)
     if default is not None:
-        backend.apply(default)
+        _set_default(backend, default)
+
+
+def _set_default(backend: Backend, level: Float32MatmulPrecision) -> None:
+    if isinstance(backend, TorchFlags):
+        backend.set_default(level)
+    else:
+        backend.apply(level)
 
 
 class Holding:
@@ -186,7 +193,7 @@ class Applied:
                     if backend.is_active():
                         saved.append(backend.save())
                         changed.append(backend)
-                        backend.apply(level)
+                        _set_default(backend, level)
                 except Exception as error:
                     raise _failed([_Failure(backend, f"be set to {level.value!r}", error)]) from error
         except BaseException:
@@ -200,6 +207,16 @@ class Applied:
         if self.saved:
             return self.torch_flags.level_of(self.saved[0])
         return self.torch_flags.current_level()
+
+    def replace_torch_flags(self, torch_flags: TorchFlags) -> None:
+        """Have other code stand for torch's flags, which are as they were."""
+        before = self.torch_flags
+        self.torch_flags = torch_flags
+        self._register(
+            (torch_flags, *self.backends[1:]),
+            tuple(torch_flags if held is before else held for held in self.holding.backends),
+            self.saved,
+        )
 
     def add(self, backend: Backend, level: Float32MatmulPrecision | None) -> None:
         """Register a backend, and give it the level that live scopes have in force."""

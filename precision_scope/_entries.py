@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
 from precision_scope._levels import LEVELS, Float32MatmulPrecision
+from precision_scope._torch_api import context_of_backward
 
 if TYPE_CHECKING:
     from precision_scope._ledger import ScopeKey
@@ -63,10 +64,26 @@ def innermost() -> Entry | None:
 
 def wanted() -> Float32MatmulPrecision | None:
     """Return the level that the calling context asks for; None outside scopes."""
-    entry = top.get()
+    rank = wanted_rank()
+    return None if rank == ASKS_NOTHING else LEVELS[rank]
+
+
+def wanted_rank() -> int:
+    """Return the rank of that level; ASKS_NOTHING outside scopes."""
+    rank = _asked(top.get())
+    if rank == ASKS_NOTHING:
+        # The threads in which autograd runs the nodes of other devices than the
+        # CPU have no scopes of their own.
+        context = context_of_backward()
+        if context is not None:
+            rank = _asked(context.get(top))
+    return rank
+
+
+def _asked(entry: Entry | None) -> int:
     while entry is not None:
         rank = entry.rank  # once: another thread may end the entry
         if rank < ASKS_NOTHING:
-            return LEVELS[rank]
+            return rank
         entry = entry.parent
-    return None
+    return ASKS_NOTHING

@@ -89,11 +89,23 @@ class Ledger:
         applied: The backends.
         lock: Held for every change.
         tip: The innermost entry of a plain stack; GENERAL in the general form.
+        isolated: Whether each context's products run at its own level, so that
+            live scopes cannot be in conflict.
         over_and_done: What finalisers have found to be over. They must not
             wait for the lock: whoever holds it sees to these after releasing it.
     """
 
-    __slots__ = ("_counts", "_live", "_orphans", "_warned", "applied", "lock", "over_and_done", "tip")
+    __slots__ = (
+        "_counts",
+        "_live",
+        "_orphans",
+        "_warned",
+        "applied",
+        "isolated",
+        "lock",
+        "over_and_done",
+        "tip",
+    )
 
     def __init__(self, applied: Applied) -> None:
         self.applied = applied
@@ -105,6 +117,7 @@ class Ledger:
         self._orphans: weakref.WeakSet[Entry] = weakref.WeakSet()
         self._counts = [0] * len(LEVELS)
         self._warned = False
+        self.isolated = False
         self.over_and_done: deque[Owner | ScopeKey | Entry] = deque()
 
     # Entering and leaving, where the ledger is no plain stack or ceases to be.
@@ -303,7 +316,12 @@ class Ledger:
 
     def check_conflict(self) -> None:
         """Warn the first time that live scopes of several owners disagree."""
-        if self._warned or self.tip is not GENERAL or self._counts.count(0) >= len(LEVELS) - 1:
+        if (
+            self._warned
+            or self.isolated
+            or self.tip is not GENERAL
+            or self._counts.count(0) >= len(LEVELS) - 1
+        ):
             return
         with self.lock:
             asking = [entry for entry in self._all_live() if entry.rank < ASKS_NOTHING and entry.covers == 0]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from precision_scope._ledger import ledger
 from precision_scope._process import get_float32_matmul_precision
-from precision_scope.backends._torch import TORCH_FLAGS
 
 if TYPE_CHECKING:
     from precision_scope._levels import Float32MatmulPrecision
@@ -139,7 +138,9 @@ def report() -> Report:
             for backend in ledger.backends()
             if (cells := _cells_if_active(backend)) is not None
         }
-        changed_by_others = settled and in_force is not None and not TORCH_FLAGS.is_at(in_force)
+        changed_by_others = (
+            settled and in_force is not None and not ledger.applied.torch_flags.is_at(in_force)
+        )
     # Outside: names need locks of threading's, which a finaliser may hold that waits for the ledger's.
     scopes = tuple(ScopeReport(level, *owner.names()) for level, owner in live)
     return Report(
@@ -148,7 +149,7 @@ def report() -> Report:
         applied=in_force or default,
         backends=backends,
         scopes=scopes,
-        isolation=False,
+        isolation=ledger.isolated,
         environment={name: value for name in OVERRIDES if (value := os.environ.get(name)) is not None},
         changed_by_others=changed_by_others,
     )

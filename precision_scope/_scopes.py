@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, final, overload
@@ -12,6 +11,7 @@ from precision_scope._decorators import decorate
 from precision_scope._entries import ASKS_NOTHING, ENDED, RANKS, Entry, top
 from precision_scope._ledger import GENERAL, ScopeKey, ledger
 from precision_scope._levels import LEVELS, Float32MatmulPrecision, level_error
+from precision_scope._locks import release_if_owned, wait_for
 from precision_scope._owners import owner_in, running_loop, this_thread
 
 if TYPE_CHECKING:
@@ -23,29 +23,12 @@ _ClassMethod = TypeVar("_ClassMethod", bound="classmethod[Any, Any, Any]")
 
 _get_top = top.get
 _set_top = top.set
-_acquire = ledger.lock.acquire
-_release = ledger.lock.release
+_lock = ledger.lock
+_acquire = _lock.acquire
+_release = _lock.release
 _applied = ledger.applied
 _over_and_done = ledger.over_and_done
 _nothing_to_end: Callable[[], object] = bool  # does nothing, and not in Python
-
-
-def _wait_for_lock() -> None:
-    """Take the lock without queueing for it.
-
-    A thread that is handed the lock in a queue has yet to get the GIL, and by
-    then the next one queues: from then on every scope costs a switch of threads.
-    """
-    pause = 0.0
-    while not _acquire(False):
-        time.sleep(pause)
-        pause = min(pause + 1e-5, 1e-3)
-
-
-def _release_if_owned() -> None:
-    """Release the lock, unless an interrupt came before it was had."""
-    if ledger.lock._is_owned():  # type: ignore[attr-defined]
-        _release()
 
 
 @final
@@ -124,7 +107,7 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
         try:
             try:
                 if not _acquire(False):
-                    _wait_for_lock()
+                    wait_for(_lock)
                 self.__del__ = key
                 if (
                     parent is ledger.tip
@@ -147,7 +130,7 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                 else:
                     ledger.enter(entry, rank)
             except BaseException:
-                _release_if_owned()
+                release_if_owned(_lock)
                 raise
             _release()
             _set_top(entry)
@@ -172,7 +155,7 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
         try:
             try:
                 if not _acquire(False):
-                    _wait_for_lock()
+                    wait_for(_lock)
                 if entry is not None and entry is ledger.tip and entry.key is key:
                     parent = entry.parent
                     # All or nothing.
@@ -194,7 +177,7 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                 if key.entries == 0:
                     self.__del__ = _nothing_to_end
             except BaseException:
-                _release_if_owned()
+                release_if_owned(_lock)
                 raise
             _release()
             if _over_and_done:

@@ -7,7 +7,10 @@ value of ``torch.set_float32_matmul_precision``, a table of cells keyed by
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextvars import Context, copy_context
+from types import CodeType
 from typing import Any
 
 import torch
@@ -39,3 +42,114 @@ def devices() -> list[str]:
     else:  # torch 2.4 and 2.5
         others = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     return ["cpu", *others]
+
+
+def skip_in_dynamo(code: CodeType) -> None:
+    """Have Dynamo run this code, and what it calls, as it stands."""
+    frames = _C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):  # torch 2.8 and newer
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    else:
+        frames.skip_code(code)
+
+
+def operators(namespace: str) -> list[str]:
+    """Return the names, as "aten::mm.out", of the operators that have kernels of their own.
+
+    Those that only call other operators, whatever the device, are left out.
+    """
+    return [
+        name
+        for name in _C._dispatch_get_all_op_names()
+        if name.startswith(f"{namespace}::")
+        and not _C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    ]
+
+
+def redispatcher(name: str) -> Callable[..., Any]:
+    """Return what calls an operator at the dispatch keys given first."""
+    namespace, operator = name.split("::")
+    packet, _, overload = operator.partition(".")
+    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    return found._handle.redispatch_boxed  # type: ignore[no-any-return]
+
+
+_BELOW_AUTOGRAD: Any = _C._dispatch_keyset_full_after(_C.DispatchKey.BackendSelect)
+
+bits_of_keys: Callable[[Any], object] = getattr(_C.DispatchKeySet, "raw_repr", str)
+"""Return what identifies a set of dispatch keys; as text on torch 2.4, which is slower."""
+
+
+def keys_below_autograd(keys: Any) -> Any:
+    """Return those dispatch keys that come after where kernels for every device are registered."""
+    return keys & _BELOW_AUTOGRAD
+
+
+def register_for_every_device(kernels: dict[str, Callable[..., Any]]) -> list[Any]:
+    """Register kernels that run below autograd, in place of and around each device's own.
+
+    Args:
+        kernels: By the operator's name. Each is called with the dispatch keys
+            and the operator's arguments, and is to redispatch at the keys below autograd.
+
+    Returns:
+        What keeps them registered.
+    """
+    libraries: dict[str, Any] = {}
+    for name, kernel in kernels.items():
+        namespace, operator = name.split("::")
+        if namespace not in libraries:
+            libraries[namespace] = torch.library.Library(namespace, "IMPL")
+        libraries[namespace].impl(operator, kernel, "BackendSelect", with_keyset=True)
+    return list(libraries.values())
+
+
+# The threads of autograd's engine for devices have no context of their own.
+# From torch 2.13 on it keeps there, while a pass runs, the one that called it.
+_PASSES_CONTEXT_ON: bool = hasattr(_C, "_remove_obj_from_tls")
+_callers: dict[int, Context] = {}  # before: the contexts, by the passes' numbers
+
+
+serves_backward: Callable[[], object] = (
+    functools.partial(_C._is_key_in_tls, "context") if _PASSES_CONTEXT_ON else _callers.__len__
+)
+"""Tell whether this thread may be running a backward pass that another context called."""
+
+
+def context_of_backward() -> Context | None:
+    """Return the context that called the backward pass which this thread runs, if any."""
+    if not _PASSES_CONTEXT_ON:
+        return _callers.get(_C._current_graph_task_id())
+    context: Context | None = _C._get_obj_in_tls("context") if _C._is_key_in_tls("context") else None
+    return context
+
+
+def pass_context_to_backward() -> None:
+    """Have :func:`context_of_backward` know the contexts that call backward passes."""
+    if _PASSES_CONTEXT_ON:
+        return
+    autograd: Any = torch.autograd
+    run_backward = autograd._engine_run_backward
+
+    @functools.wraps(run_backward)
+    def run_backward_in_context(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        context = copy_context()
+        passes: list[int] = []
+
+        def remember(_gradients: Any) -> None:
+            passes.append(_C._current_graph_task_id())
+            _callers[passes[-1]] = context
+
+        # The nodes that a pass begins with run before all others of it.
+        nodes = [getattr(output, "node", None) or getattr(output, "grad_fn", None) for output in outputs]
+        hooks = [node.register_prehook(remember) for node in nodes if node is not None]
+        try:
+            return run_backward(outputs, *args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for number in passes:
+                _callers.pop(number, None)
+
+    autograd._engine_run_backward = run_backward_in_context

@@ -1,14 +1,50 @@
-"""What every test gets: it must leave torch's flags and the ledger as they were."""
+"""What every test gets: it must leave torch's flags and the ledger as they were.
+
+With ``--isolated`` isolation is on for the whole run, which cannot be undone:
+the tests in ``isolated/`` need it, and most others must pass with it as well.
+"""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import watch
 from flags import state
 
+from precision_scope import enable_isolation
 from precision_scope._ledger import ledger
+
+# Isolation changes what these test (conflicts), or nothing in it.
+NOT_ISOLATED = (
+    "test_command_line.py",
+    "test_conflicts.py",
+    "test_documentation.py",
+    "test_examples.py",
+    "test_isolation.py",
+    "test_typing.py",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option."""
+    parser.addoption("--isolated", action="store_true", help="run with isolation on")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Turn isolation on, with every product under watch."""
+    if config.getoption("--isolated"):
+        watch.install()
+        enable_isolation()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what does not go with the option."""
+    if config.getoption("--isolated"):
+        return True if collection_path.name in NOT_ISOLATED else None
+    return True if collection_path.name == "isolated" else None
 
 
 @pytest.fixture(autouse=True)

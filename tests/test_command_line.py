@@ -156,6 +156,21 @@ def test_the_report_says_that_isolation_is_off(capsys: pytest.CaptureFixture[str
     assert ["isolation", "off"] in [line[:2] for line in lines]
 
 
+def test_the_report_says_that_isolation_is_on() -> None:
+    """The command line sees the environment variable."""
+    result = subprocess.run(
+        [sys.executable, "-m", "precision_scope"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "PRECISION_SCOPE_ISOLATION": "1"},
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = block_of(result.stdout, "float32 matmul precision")
+    assert ["isolation", "on"] in [line[:2] for line in lines]
+
+
 def test_json_is_the_record(capsys: pytest.CaptureFixture[str]) -> None:
     """--json prints what report().to_dict() returns."""
     with matmul_precision("high"):

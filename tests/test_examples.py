@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,10 @@ afterwards: high
 features ran at 'medium', the solve at 'highest'
 torch's setting before 'highest', after 'highest'
 """,
+    "threads_at_their_own_levels.py": """\
+by_hand: {many} of 2000 products at another thread's level
+in_a_scope: 0 of 2000 products at another thread's level
+""",
 }
 
 
@@ -48,4 +53,5 @@ def test_an_example_prints_its_proof(name: str) -> None:
         check=False,
         timeout=300,
     )
-    assert (result.returncode, result.stdout, result.stderr) == (0, OUTPUT[name], "")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert re.fullmatch(re.escape(OUTPUT[name]).replace(r"\{many\}", r"\d{3,}"), result.stdout)

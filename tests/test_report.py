@@ -476,6 +476,6 @@ def test_a_changed_dict_leaves_the_record_alone() -> None:
     assert found.backends["torch"]
 
 
-def test_isolation_is_off() -> None:
-    """Threads and tasks share one level."""
-    assert report().isolation is False
+def test_isolation_is_shown(pytestconfig: pytest.Config) -> None:
+    """Whether threads and tasks share one level."""
+    assert report().isolation is pytestconfig.getoption("--isolated")

@@ -37,6 +37,10 @@ class TorchFlags(Backend):
     def restore(self, saved: Any, /) -> None:
         api.set_legacy_value(saved)
 
+    def set_default(self, level: Float32MatmulPrecision) -> None:
+        """Apply a level for good: it is the default from now on."""
+        api.set_legacy_value(level)
+
     def describe(self) -> dict[str, str]:
         return {
             "float32_matmul_precision": _reading(api.get_legacy_value),
@@ -58,6 +62,10 @@ class TorchFlags(Backend):
     def level_of(self, saved: Any) -> Float32MatmulPrecision:
         """Return the level that saved flags amount to."""
         return parse_level(saved)
+
+    def at_level(self, saved: Any, level: Float32MatmulPrecision) -> object:  # noqa: ARG002
+        """Return saved flags as they would be after a level was applied to them."""
+        return level.value
 
 
 # (legacy, stored cuda.matmul, stored mkldnn.matmul,
@@ -187,6 +195,9 @@ class TorchCells(TorchFlags):
     def level_of(self, saved: Any) -> Float32MatmulPrecision:
         _, _, _, cuda, cpu, _ = saved
         return _level_of_readings(cuda, cpu)
+
+    def at_level(self, saved: Any, level: Float32MatmulPrecision) -> _Saved:
+        return level.value, *_CELLS_AT[level], *_CELLS_AT[level], saved[-1]
 
 
 def _reading(getter: Callable[[], object]) -> str:

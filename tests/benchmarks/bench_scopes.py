@@ -176,6 +176,36 @@ print((time.perf_counter() - began) * 1e3)
     return min(float(run.stdout) for run in runs)
 
 
+def isolation_ratios() -> tuple[float, float, float]:
+    """Return the time of 8x8 and 1024x1024 products with isolation over that without, and a scope's 8x8.
+
+    A process cannot go back and forth, so each measures plain products first;
+    several take turns, and each case counts with its fastest time of all.
+    """
+    program = """
+import json, time, timeit, torch
+from precision_scope import enable_isolation, matmul_precision
+torch.set_num_threads(1)
+small, large = torch.randn(8, 8), torch.randn(1024, 1024)
+def fastest(matrix, calls, repeat):
+    return min(timeit.repeat(lambda: torch.mm(matrix, matrix), number=calls, repeat=repeat)) / calls
+found = [fastest(small, 1000, 60), fastest(large, 1, 20)]
+enable_isolation()
+found += [fastest(small, 1000, 60), fastest(large, 1, 20)]
+with matmul_precision("high"):
+    found.append(fastest(small, 1000, 60))
+print(json.dumps(found))
+"""
+    runs = [
+        json.loads(
+            subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        )
+        for _ in range(4)
+    ]
+    small, large, isolated_small, isolated_large, in_scope = (min(times) for times in zip(*runs, strict=True))
+    return isolated_small / small, isolated_large / large, in_scope / small
+
+
 def bytes_per_scope(count: int = 1000) -> tuple[float, float]:
     """Return the bytes of a live scope, and what is kept of it after exit."""
     scopes: list[matmul_precision] = [matmul_precision("high")] * count
@@ -199,6 +229,7 @@ def figures() -> list[Figure]:
     unit = best["no_grad"]
     live, kept = bytes_per_scope()
     with_block = best["outermost"] / unit
+    isolated, isolated_large, isolated_in_scope = isolation_ratios()
     return [
         Figure("outermost scope, level changes", with_block, "x no_grad", 2.0, 1.0),
         Figure("nested scope, level changes", best["nested_change"] / unit, "x no_grad", 1.5, 0.8),
@@ -213,6 +244,9 @@ def figures() -> list[Figure]:
         Figure("get_float32_matmul_precision() in a scope", best["get"] / unit, "x no_grad", 0.2),
         Figure("1,000th nested scope against the first", depth_ratio(), "x", 1.2),
         Figure("8 threads at different levels, rate against one", thread_ratio(), "x", 0.5, at_least=True),
+        Figure("isolation on, 8x8 product outside scopes", isolated, "x plain", 4.0, 2.5),
+        Figure("isolation on, 8x8 product in a scope", isolated_in_scope, "x plain", 4.0, 2.5),
+        Figure("isolation on, 1024x1024 product", isolated_large, "x plain", 1.03, 1.0),
         Figure("import beyond torch's own", import_milliseconds(), "ms", 30, 10),
         Figure("memory per live scope", live, "bytes", 500),
         Figure("memory kept after exit, per scope", kept, "bytes", 1),

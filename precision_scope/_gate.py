@@ -1,0 +1,220 @@
+"""The gate: matrix products of one level run side by side, those of another wait.
+
+A *key* is the rank of a level, or DEFAULT for products of contexts that ask for
+nothing. The gate is also torch's flags as the ledger sees them from then on: what
+the ledger applies is what the flags are *at rest*, while no product runs. They
+are written when a group of products of another key begins, and brought to rest
+when the last of the group has ended.
+
+Who waits is let in in the order of coming, together with all that wait for the
+same key, so no key starves. A product inside a product, of another key, lets go
+of the outer one's hold while it runs: no thread waits while it holds.
+
+All is written under the ledger's lock, so that a handler which comes while one
+of the two is being changed cannot deadlock with another thread on the other.
+As in the ledger, statements on one line are not torn apart by handlers or trace
+functions, and what an interrupt cuts short is finished by the next call.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final
+
+from precision_scope._entries import ASKS_NOTHING, RANKS
+from precision_scope._levels import LEVELS, Float32MatmulPrecision
+from precision_scope.backends._torch import TorchFlags
+
+DEFAULT: Final = ASKS_NOTHING
+
+
+class _Waiter:
+    """A thread in the queue; releasing its lock wakes it."""
+
+    __slots__ = ("granted", "key", "lock")
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.granted = False
+        self.lock = threading.Lock()
+        self.lock.acquire()
+
+
+class Mine:
+    """What a thread holds, and what it waits for."""
+
+    __slots__ = ("key", "waiter")
+
+    def __init__(self) -> None:
+        self.key: int | None = None
+        self.waiter: _Waiter | None = None
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.mine = Mine()
+
+
+class Gate(TorchFlags):
+    """torch's flags, behind a gate for matrix products.
+
+    Args:
+        flags: The flags themselves.
+        lock: The ledger's lock, held by whoever calls the methods of a backend.
+        rest: The key that is in force at rest.
+        default: The saved default, if that is not it.
+
+    Attributes:
+        lock: The ledger's lock.
+        here: What the calling thread holds, as ``here.mine``.
+        inside: How many threads hold a key.
+        group: The key that they hold.
+        waiting: The queue.
+        rest: The key whose flags are in force while no product runs.
+        flags: The key whose flags are in force now; None if that is uncertain.
+    """
+
+    def __init__(self, flags: TorchFlags, lock: threading.RLock, rest: int, default: object) -> None:
+        self._real = flags
+        self._default = default  # means something while flags or rest are not DEFAULT
+        self.lock = lock
+        self.here = _Here()
+        self.inside = 0
+        self.group = DEFAULT
+        self.waiting: dict[_Waiter, None] = {}
+        self.rest = rest
+        self.flags: object = rest
+
+    # Products. The kernels have the usual case of these two in line.
+
+    def become(self, key: int | None) -> None:
+        """Have the calling thread hold a key, or None, and nothing else; may be repeated."""
+        mine = self.here.mine
+        while True:
+            with self.lock:
+                self._withdraw()
+                if mine.key is not None and mine.key != key:
+                    mine.key, self.inside = None, self.inside - 1
+                if (
+                    mine.key is None
+                    and key is not None
+                    and not self.waiting
+                    and (self.inside == 0 or self.group == key)
+                ):
+                    mine.key, self.inside, self.group = key, self.inside + 1, key
+                self._let_in()
+                self.settle()
+                if mine.key == key:
+                    return
+                if key is None:
+                    continue  # a handler came between
+                waiter = _Waiter(key)
+                mine.waiter, self.waiting[waiter] = waiter, None
+            self._wait(waiter)
+
+    def settle(self) -> None:
+        """Write the flags that are to be in force now, if they are not."""
+        while True:
+            key = self.group if self.inside else self.rest
+            if self.flags == key:
+                return
+            if self.flags == DEFAULT == self.rest:
+                self._default = self._real.save()
+            self.flags = writing = object()
+            if key == DEFAULT:
+                self._real.restore(self._default)
+            else:
+                self._real.apply(LEVELS[key])
+            # A handler may have written others since, or just before.
+            self.flags = key if self.flags is writing else None
+
+    def _let_in(self) -> None:
+        """Let in the first in the queue, and all that wait for the same key, if nobody is inside."""
+        queue = list(self.waiting)
+        if self.inside or not queue:
+            return
+        key = queue[0].key
+        for waiter in queue:
+            if waiter.key == key and waiter in self.waiting and (self.inside == 0 or self.group == key):
+                # All or nothing.
+                del self.waiting[waiter]
+                waiter.granted, self.inside, self.group = True, self.inside + 1, key
+                waiter.lock.release()
+
+    def _withdraw(self) -> None:
+        """Leave the queue, with the key if it was granted."""
+        mine = self.here.mine
+        waiter = mine.waiter
+        if waiter is None:
+            return
+        if waiter.granted:
+            mine.key, mine.waiter = waiter.key, None
+        else:
+            mine.waiter = None
+            self.waiting.pop(waiter, None)
+            waiter.lock.release()
+
+    def _wait(self, waiter: _Waiter) -> None:
+        """Wait to be let in, holding no lock.
+
+        This thread holds the ledger's lock only if a handler multiplies
+        matrices in the middle of an entry or exit; see the ledger.
+        """
+        lock: Any = self.lock
+        held = lock._release_save() if lock._is_owned() else None
+        try:
+            waiter.lock.acquire()
+        finally:
+            if held is not None:
+                lock._acquire_restore(held)
+
+    # Torch's flags, as the ledger sees them; it holds the lock.
+
+    def save(self) -> object:
+        if self.flags == DEFAULT == self.rest:
+            self._default = self._real.save()
+        return self._default
+
+    def apply(self, level: str) -> None:
+        self._rest_at(RANKS[level])
+
+    def restore(self, saved: Any, /) -> None:
+        self._default = saved
+        self._rest_at(DEFAULT)
+
+    def _rest_at(self, key: int) -> None:
+        self.rest = key
+        if self.flags == key:
+            self.flags = None  # other code may have written to them
+        self.settle()
+
+    def set_default(self, level: Float32MatmulPrecision) -> None:
+        if self.flags == DEFAULT == self.rest:
+            self._real.set_default(level)
+        else:
+            self._default = self._real.at_level(self._default, level)
+            if self.flags == DEFAULT:
+                self.flags = None
+            self.settle()
+
+    def describe(self) -> dict[str, str]:
+        return self._real.describe()
+
+    def is_at(self, level: Float32MatmulPrecision) -> bool:
+        return self.inside > 0 or self._real.is_at(level)
+
+    def current_level(self) -> Float32MatmulPrecision:
+        if self.flags == DEFAULT == self.rest:
+            return self._real.current_level()
+        return self._real.level_of(self._default)
+
+    def level_of(self, saved: Any) -> Float32MatmulPrecision:
+        return self._real.level_of(saved)
+
+    def forget_other_threads(self) -> None:
+        """Go on in a forked child: no other thread is inside, and none waits."""
+        with self.lock:
+            self._withdraw()
+            self.waiting.clear()
+            self.inside = 0 if self.here.mine.key is None else 1
+            self.settle()
