@@ -182,8 +182,8 @@ class Applied:
         While scopes are live it takes effect when the last of them ends.
         """
         if self.saved:
-            before = self.holding
-            self.holding = Holding(before.backends, self.backends, level)
+            self.torch_flags.coming_default(level)
+            self.holding = Holding(self.holding.backends, self.backends, level)
             return
         changed: list[Backend] = []
         saved: list[object] = []
@@ -212,6 +212,8 @@ class Applied:
         """Have other code stand for torch's flags, which are as they were."""
         before = self.torch_flags
         self.torch_flags = torch_flags
+        if self.holding.default is not None:
+            torch_flags.coming_default(self.holding.default)
         self._register(
             (torch_flags, *self.backends[1:]),
             tuple(torch_flags if held is before else held for held in self.holding.backends),

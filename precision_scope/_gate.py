@@ -4,11 +4,11 @@ A *key* is the rank of a level, or DEFAULT for products of contexts that ask for
 nothing. The gate is also torch's flags as the ledger sees them from then on: what
 the ledger applies is what the flags are *at rest*, while no product runs. They
 are written when a group of products of another key begins, and brought to rest
-when the last of the group has ended.
+when the last of the group has ended; never while a product runs.
 
 Who waits is let in in the order of coming, together with all that wait for the
 same key, so no key starves. A product inside a product, of another key, lets go
-of the outer one's hold while it runs: no thread waits while it holds.
+of the outer one's hold while it runs: no thread waits at the gate while it holds.
 
 All is written under the ledger's lock, so that a handler which comes while one
 of the two is being changed cannot deadlock with another thread on the other.
@@ -18,14 +18,23 @@ functions, and what an interrupt cuts short is finished by the next call.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
+import weakref
+from collections.abc import Iterator
+from types import CodeType, FrameType
 from typing import Any, Final
 
 from precision_scope._entries import ASKS_NOTHING, RANKS
 from precision_scope._levels import LEVELS, Float32MatmulPrecision
-from precision_scope.backends._torch import TorchFlags
+from precision_scope.backends._torch import TorchCells, TorchFlags
 
 DEFAULT: Final = ASKS_NOTHING
+ALONE: Final = -1  # held by whoever needs the flags to itself for a moment, as they are
+CLOSED: Final = -2  # nobody's key: no product joins those that are inside
+
+_PATIENCE = 1.0  # seconds
 
 
 class _Waiter:
@@ -43,7 +52,7 @@ class _Waiter:
 class Mine:
     """What a thread holds, and what it waits for."""
 
-    __slots__ = ("key", "waiter")
+    __slots__ = ("__weakref__", "key", "waiter")
 
     def __init__(self) -> None:
         self.key: int | None = None
@@ -51,8 +60,9 @@ class Mine:
 
 
 class _Here(threading.local):
-    def __init__(self) -> None:
+    def __init__(self, threads: dict[int, weakref.ref[Mine]]) -> None:
         self.mine = Mine()
+        threads[threading.get_ident()] = weakref.ref(self.mine)
 
 
 class Gate(TorchFlags):
@@ -68,22 +78,27 @@ class Gate(TorchFlags):
         lock: The ledger's lock.
         here: What the calling thread holds, as ``here.mine``.
         inside: How many threads hold a key.
-        group: The key that they hold.
+        group: The key that they hold; or CLOSED.
         waiting: The queue.
         rest: The key whose flags are in force while no product runs.
         flags: The key whose flags are in force now; None if that is uncertain.
+        product_code: The code of the kernels around the products.
     """
 
     def __init__(self, flags: TorchFlags, lock: threading.RLock, rest: int, default: object) -> None:
         self._real = flags
+        if isinstance(flags, TorchCells):
+            flags.undisturbed = self._alone
         self._default = default  # means something while flags or rest are not DEFAULT
         self.lock = lock
-        self.here = _Here()
+        self._threads: dict[int, weakref.ref[Mine]] = {}
+        self.here = _Here(self._threads)
         self.inside = 0
         self.group = DEFAULT
         self.waiting: dict[_Waiter, None] = {}
         self.rest = rest
         self.flags: object = rest
+        self.product_code: CodeType | None = None
 
     # Products. The kernels have the usual case of these two in line.
 
@@ -115,18 +130,23 @@ class Gate(TorchFlags):
     def settle(self) -> None:
         """Write the flags that are to be in force now, if they are not."""
         while True:
-            key = self.group if self.inside else self.rest
-            if self.flags == key:
+            key = self.group if self.inside and self.group != ALONE else self.rest
+            before = self.flags
+            if key in (before, CLOSED):
                 return
-            if self.flags == DEFAULT == self.rest:
+            if before == DEFAULT == self.rest:
                 self._default = self._real.save()
             self.flags = writing = object()
-            if key == DEFAULT:
-                self._real.restore(self._default)
-            else:
+            if key != DEFAULT:
                 self._real.apply(LEVELS[key])
+            elif not self._is_superseded(before):
+                self._real.restore(self._default)
             # A handler may have written others since, or just before.
             self.flags = key if self.flags is writing else None
+
+    def _is_superseded(self, before: object) -> bool:
+        """Tell whether other code has set a default, outside all scopes, while a product ran."""
+        return isinstance(before, int) and self.rest == DEFAULT and not self._real.is_at(LEVELS[before])
 
     def _let_in(self) -> None:
         """Let in the first in the queue, and all that wait for the same key, if nobody is inside."""
@@ -163,10 +183,54 @@ class Gate(TorchFlags):
         lock: Any = self.lock
         held = lock._release_save() if lock._is_owned() else None
         try:
-            waiter.lock.acquire()
+            suspects: set[tuple[Mine, FrameType]] = set()
+            while not waiter.lock.acquire(timeout=_PATIENCE):
+                suspects = self._take_back(suspects)
         finally:
             if held is not None:
                 lock._acquire_restore(held)
+
+    def _take_back(self, suspects: set[tuple[Mine, FrameType]]) -> set[tuple[Mine, FrameType]]:
+        """Let go for threads that run other Python code where they hold a key.
+
+        A signal handler that comes when a product has ended, say, may wait for
+        the very thread that waits here; the product needs no hold any more.
+
+        Args:
+            suspects: Those that did so the last time, with the product's frame.
+
+        Returns:
+            Those that do so now for the first time.
+        """
+        found: set[tuple[Mine, FrameType]] = set()
+        with self.lock:  # nobody begins or ends a product
+            for thread, top in sys._current_frames().items():
+                frame: FrameType | None = top
+                while frame is not None and frame.f_code is not self.product_code:
+                    frame = frame.f_back
+                mine = self._threads[thread]() if thread in self._threads else None
+                if mine is None or mine.key is None or frame is None or frame is top:
+                    continue
+                if (mine, frame) in suspects:
+                    mine.key, self.inside = None, self.inside - 1
+                else:
+                    found.add((mine, frame))
+            self._let_in()
+            self.settle()
+        return found
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Have the flags to itself while they are written to for a moment."""
+        outer = self.here.mine.key
+        if self.inside == (outer is not None):
+            yield
+            return
+        try:
+            self.become(ALONE)
+            yield
+        finally:
+            self.become(outer)
 
     # Torch's flags, as the ledger sees them; it holds the lock.
 
@@ -183,19 +247,24 @@ class Gate(TorchFlags):
         self._rest_at(DEFAULT)
 
     def _rest_at(self, key: int) -> None:
+        """Have other flags in force at rest, written anew: other code may have changed them."""
         self.rest = key
-        if self.flags == key:
-            self.flags = None  # other code may have written to them
+        if not self.inside:
+            self.flags = None
+        elif self.flags in (key, self.group) and not self._are_as_written():
+            self.flags, self.group = None, CLOSED  # when those inside have left
         self.settle()
 
+    def _are_as_written(self) -> bool:
+        return isinstance(self.flags, int) and self.flags != DEFAULT and self._real.is_at(LEVELS[self.flags])
+
     def set_default(self, level: Float32MatmulPrecision) -> None:
-        if self.flags == DEFAULT == self.rest:
-            self._real.set_default(level)
-        else:
+        if not self.flags == DEFAULT == self.rest:
             self._default = self._real.at_level(self._default, level)
-            if self.flags == DEFAULT:
-                self.flags = None
-            self.settle()
+        if self.flags == DEFAULT:
+            self._real.set_default(level)
+
+    coming_default = set_default  # products outside scopes get it at once
 
     def describe(self) -> dict[str, str]:
         return self._real.describe()

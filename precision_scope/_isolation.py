@@ -63,16 +63,33 @@ def enable_isolation() -> None:
             default=applied.saved[0] if applied.saved else None,
         )
         try:
-            _kernels.extend(register(gate))
+            kernels = register(gate)
         except (AttributeError, RuntimeError) as error:
             raise PrecisionScopeError(
                 f"isolation does not work on this torch: {type(error).__name__}: {error}"
             ) from error
-        pass_context_to_backward()
-        applied.replace_torch_flags(gate)
-        ledger.isolated = True
-    if hasattr(os, "register_at_fork"):  # not on Windows
-        os.register_at_fork(after_in_child=gate.forget_other_threads)
+        try:
+            _switch_on(gate, kernels)
+        except BaseException:  # an interrupt: half of it would be worse
+            _switch_on(gate, kernels)
+            raise
+
+
+def _switch_on(gate: Gate, kernels: list[Any]) -> None:
+    _kernels[:] = kernels
+    pass_context_to_backward()
+    ledger.applied.replace_torch_flags(gate)
+    ledger.isolated = True
+
+
+def _forget_other_threads() -> None:
+    gate = ledger.applied.torch_flags
+    if isinstance(gate, Gate):
+        gate.forget_other_threads()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_other_threads)  # after the ledger's own
 
 
 def enable_if_environment_says_so() -> None:

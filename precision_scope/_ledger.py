@@ -312,7 +312,9 @@ class Ledger:
     def default(self) -> Float32MatmulPrecision:
         """Return the level in force where no scope is live."""
         with self.lock:
-            return self.applied.default()
+            default = self.applied.default()
+        self.see_to_the_rest()
+        return default
 
     def check_conflict(self) -> None:
         """Warn the first time that live scopes of several owners disagree."""
@@ -365,14 +367,17 @@ class Ledger:
         """Return the level that live scopes have in force; None without any."""
         with self.lock:
             rank = self._wanted()
-            return None if rank is None else LEVELS[rank]
+        self.see_to_the_rest()
+        return None if rank is None else LEVELS[rank]
 
     def live_scopes(self) -> list[tuple[Float32MatmulPrecision, Owner]]:
         """Return level and owner of each live scope, in the order of entering."""
         with self.lock:
-            return [
+            live = [
                 (LEVELS[entry.rank], entry.owner) for entry in self._all_live() if entry.rank < ASKS_NOTHING
             ]
+        self.see_to_the_rest()
+        return live
 
     # Backends.
 
@@ -380,11 +385,13 @@ class Ledger:
         """Register a backend; live scopes give it the level in force."""
         with self.lock:
             self.applied.add(backend, self.level())
+        self.see_to_the_rest()
 
     def remove_backend(self, name: str) -> None:
         """Restore a backend and drop it."""
         with self.lock:
             self.applied.remove(name)
+        self.see_to_the_rest()
 
     def backends(self) -> tuple[Backend, ...]:
         """Return the registered backends, torch's flags first."""

@@ -35,6 +35,7 @@ def set_float32_matmul_precision(level: str) -> None:
     from the task that started it is shared by both, and so is its new level.
     """
     ledger.set(parse_level(level))
+    ledger.see_to_the_rest()
 
 
 def get_float32_matmul_precision() -> Float32MatmulPrecision:

@@ -12,6 +12,7 @@ from precision_scope import _torch_api as api
 from precision_scope._dynamo import hide
 from precision_scope._entries import ASKS_NOTHING, top, wanted_rank
 from precision_scope._gate import DEFAULT, Gate
+from precision_scope._ledger import ledger
 from precision_scope._locks import release_if_owned
 
 PRODUCTS: Final = frozenset(
@@ -29,6 +30,8 @@ PRODUCTS: Final = frozenset(
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
         "aten::_scaled_dot_product_fused_attention_overrideable",
         "aten::_scaled_dot_product_fused_attention_overrideable_backward",
+        "aten::_slow_conv2d_backward",
+        "aten::_slow_conv2d_forward",
         "aten::_sparse_addmm",
         "aten::_sparse_mm_reduce_impl",
         "aten::_sparse_mm_reduce_impl_backward",
@@ -53,6 +56,11 @@ PRODUCTS: Final = frozenset(
         "aten::mkldnn_linear_backward_weights",
         "aten::mm",
         "aten::mv",
+        "aten::slow_conv3d_forward",
+        "aten::slow_conv_dilated2d",
+        "aten::slow_conv_dilated3d",
+        "aten::slow_conv_transpose2d",
+        "aten::slow_conv_transpose3d",
         "aten::sparse_sampled_addmm",
         "aten::sspaddmm",
         "mkl::_mkl_linear",
@@ -90,6 +98,8 @@ def _through(gate: Gate, redispatch: Callable[..., Any]) -> Callable[..., Any]: 
     bits_of_keys, serves_backward = api.bits_of_keys, api.serves_backward
     lower_keys: dict[object, Any] = {}  # combining sets of keys takes longer than looking them up
     acquire, release = lock.acquire, lock.release
+    over_and_done = ledger.over_and_done
+    plain = frozenset((torch.Tensor, torch.nn.Parameter))
     single, complex_single = torch.float32, torch.complex64
 
     # Straight-line code for the usual case, as in a scope's entry and exit; the
@@ -99,7 +109,7 @@ def _through(gate: Gate, redispatch: Callable[..., Any]) -> Callable[..., Any]: 
         lower = lower_keys.get(bits)
         if lower is None:
             lower = lower_keys[bits] = api.keys_below_autograd(keys)
-        if operand.__class__ is not list:
+        if operand.__class__ in plain:  # looking at another class's attributes may run its code
             dtype = operand.dtype
             if dtype is not single and dtype is not complex_single:  # no level changes it
                 return redispatch(lower, operand, *args, **kwargs)
@@ -147,7 +157,10 @@ def _through(gate: Gate, redispatch: Callable[..., Any]) -> Callable[..., Any]: 
             except BaseException:
                 _finish(gate, outer)
                 raise
+            if over_and_done:
+                ledger.see_to_the_rest()
 
+    gate.product_code = product.__code__  # the same for all
     return hide(product)
 
 

@@ -141,6 +141,7 @@ def report() -> Report:
         changed_by_others = (
             settled and in_force is not None and not ledger.applied.torch_flags.is_at(in_force)
         )
+    ledger.see_to_the_rest()
     # Outside: names need locks of threading's, which a finaliser may hold that waits for the ledger's.
     scopes = tuple(ScopeReport(level, *owner.names()) for level, owner in live)
     return Report(

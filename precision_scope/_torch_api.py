@@ -127,10 +127,10 @@ def context_of_backward() -> Context | None:
 
 def pass_context_to_backward() -> None:
     """Have :func:`context_of_backward` know the contexts that call backward passes."""
-    if _PASSES_CONTEXT_ON:
-        return
     autograd: Any = torch.autograd
     run_backward = autograd._engine_run_backward
+    if _PASSES_CONTEXT_ON or hasattr(run_backward, "__wrapped__"):
+        return
 
     @functools.wraps(run_backward)
     def run_backward_in_context(outputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -133,6 +133,27 @@ def test_a_kernel_that_cannot_be_registered_takes_the_others_back() -> None:
     )
 
 
+def test_an_interrupt_does_not_leave_it_half_on() -> None:
+    """Once its kernels are there, isolation is on, and a second call does nothing."""
+    run(
+        """
+        import pytest
+        from precision_scope import _isolation, enable_isolation, report
+        real = _isolation.pass_context_to_backward
+        def interrupted():
+            _isolation.pass_context_to_backward = real
+            raise KeyboardInterrupt
+        _isolation.pass_context_to_backward = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            enable_isolation()
+        assert report().isolation
+        kernels = list(_isolation._kernels)
+        enable_isolation()
+        assert _isolation._kernels == kernels != []
+        """
+    )
+
+
 def test_inside_live_scopes() -> None:
     """Scopes that are live go on, are restored exactly, and are in nobody's way any more."""
     run(

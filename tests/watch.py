@@ -49,9 +49,9 @@ def flags() -> Flags:
 
 
 def flags_at(level: str | None) -> Flags:
-    """Return the flags of a level; for None, those that are on now."""
+    """Return the flags of a level; for None, those of a fresh process."""
     if level is None:
-        return flags()
+        return Flags("highest", "none", "none") if HAS_CELLS else Flags("highest")
     return Flags(level, *CELLS_AT[level]) if HAS_CELLS else Flags(level)
 
 

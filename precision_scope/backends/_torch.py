@@ -6,7 +6,9 @@ What each torch call writes and reads is subtle; the tests in
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeAlias
 
 from precision_scope import _torch_api as api
@@ -40,6 +42,9 @@ class TorchFlags(Backend):
     def set_default(self, level: Float32MatmulPrecision) -> None:
         """Apply a level for good: it is the default from now on."""
         api.set_legacy_value(level)
+
+    def coming_default(self, level: Float32MatmulPrecision) -> None:
+        """Hear of the default that is to be set when the last scope has ended."""
 
     def describe(self) -> dict[str, str]:
         return {
@@ -101,6 +106,8 @@ class TorchCells(TorchFlags):
     def __init__(self) -> None:
         # The cells that a save under way has written to for a moment, as they were.
         self._borrowed: _Cells = []
+        # Entered around such a save, so that nobody reads them meanwhile.
+        self.undisturbed: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def save(self) -> _Saved:
         cuda = api.get_cell("cuda", "matmul")
@@ -124,6 +131,10 @@ class TorchCells(TorchFlags):
         interrupt could prevent it. A signal handler that enters a scope in
         between puts the cells back for its own save, and this one starts again.
         """
+        with self.undisturbed():
+            return self._save_all()
+
+    def _save_all(self) -> _Saved:
         while True:
             for cell in self._borrowed:
                 api.set_cell(*cell)

@@ -13,16 +13,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from flags import reset, state
+from flags import HAS_CELLS, reset, state
 from torch.utils.checkpoint import checkpoint
 from watch import flags, flags_at, watching, wrong
 
 from precision_scope import (
+    _gate,
     get_float32_matmul_precision,
     matmul_precision,
     report,
@@ -74,6 +76,29 @@ def test_products_of_one_level_run_side_by_side() -> None:
         in_threads(lambda: multiply("high"), lambda: multiply("high"))
     assert len(seen) == 2
     assert wrong(seen, "high") == []
+
+
+def test_all_that_wait_for_a_level_are_let_in_together(gate: Gate) -> None:
+    """Two threads that wait for the same level are inside at the same time when their turn comes."""
+    barrier = threading.Barrier(2, timeout=20)
+    holding = threading.Event()
+
+    def inside(_operator: str) -> None:
+        if get_float32_matmul_precision() == "medium":
+            barrier.wait()
+            return
+        holding.set()
+        while len(gate.waiting) < 2:
+            time.sleep(0.001)
+
+    def wait_for_medium() -> None:
+        holding.wait(20)
+        multiply("medium")
+
+    with watching(inside) as seen:
+        in_threads(lambda: multiply("high"), wait_for_medium, wait_for_medium)
+    assert len(wrong(seen, "medium")) == 1
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("other", ["highest", "medium", None])
@@ -137,26 +162,29 @@ def test_results_are_those_of_the_levels_own_reference() -> None:
 
 
 def test_no_level_starves() -> None:
-    """Under constant load from several threads of one level, another one gets its turns."""
+    """Products of one level that overlap without end let another level have its turns."""
     stop = threading.Event()
-    turns: list[float] = []
+    deadline = time.monotonic() + 5
+    turns = 0
 
-    def load() -> None:
-        while not stop.is_set():
+    def load(late: float) -> None:
+        time.sleep(late)
+        while not stop.is_set() and time.monotonic() < deadline:
             multiply("medium")
 
     def other() -> None:
+        nonlocal turns
         try:
-            for _ in range(100):
-                start = time.perf_counter()
+            time.sleep(0.1)
+            for _ in range(20):
                 multiply("highest")
-                turns.append(time.perf_counter() - start)
+                turns += time.monotonic() < deadline
         finally:
             stop.set()
 
-    in_threads(load, load, load, load, other)
-    assert len(turns) == 100
-    assert sorted(turns)[50] < 1
+    with watching(lambda _operator: time.sleep(0.01)):
+        in_threads(*(lambda late=late: load(late) for late in (0, 0.003, 0.006, 0.009)), other)
+    assert turns == 20
 
 
 def test_the_flags_at_rest_are_those_of_the_strictest_scope() -> None:
@@ -601,3 +629,172 @@ def test_many_threads_for_some_seconds() -> None:
 
     in_threads(*(lambda seed=seed: work(seed) for seed in range(64)))
     assert state() == before
+
+
+def test_whoever_waits_inside_a_product_does_not_block_those_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A handler that joins a thread, or a kernel that uses a pool, gets its thread through the gate."""
+    monkeypatch.setattr(_gate, "_PATIENCE", 0.05)
+
+    def join(_operator: str) -> None:
+        if get_float32_matmul_precision() == "medium":
+            in_threads(lambda: multiply("high"), lambda: multiply(None))
+
+    with watching(join) as seen:
+        multiply("medium")
+        assert len(seen) == 3
+        assert len(wrong(seen, "high")) == len(wrong(seen, None)) == 2
+
+
+def test_a_long_product_is_not_taken_for_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes keeps its hold, however long others wait."""
+    monkeypatch.setattr(_gate, "_PATIENCE", 0.01)
+    large = torch.randn(1200, 1200)
+    together: list[int] = []
+
+    def work(level: str) -> None:
+        for _ in range(4):
+            with matmul_precision(level):
+                torch.mm(large, large)
+
+    def look() -> None:
+        for _ in range(100):
+            gate = ledger.applied.torch_flags
+            assert isinstance(gate, Gate)
+            holding = [ref() for ref in dict(gate._threads).values()]
+            together.append(len({mine.key for mine in holding if mine is not None and mine.key is not None}))
+            time.sleep(0.002)
+
+    in_threads(lambda: work("high"), lambda: work("highest"), look)
+    assert max(together) == 1
+
+
+@pytest.mark.parametrize("write", ["mixed", "inherited"])
+@pytest.mark.skipif(not HAS_CELLS, reason="torch has no cells")
+def test_a_running_product_sees_no_change(write: str) -> None:
+    """Scopes that begin and end meanwhile write nothing until the product has ended."""
+    if write == "mixed":
+        torch.set_float32_matmul_precision("medium")
+        torch._C._set_fp32_precision_setter("mkldnn", "matmul", "ieee")
+    else:
+        torch._C._set_fp32_precision_setter("generic", "all", "tf32")
+    try:
+        before = state()
+        expected = flags()
+        read = set()
+        stop = threading.Event()
+
+        def scopes() -> None:
+            while not stop.is_set():
+                with matmul_precision("high"), matmul_precision("highest"):
+                    time.sleep(0)
+
+        def spin(_operator: str) -> None:
+            for _ in range(500):
+                read.add(flags())
+                time.sleep(0)
+            stop.set()
+
+        worker = threading.Thread(target=scopes)
+        with watching(spin):
+            worker.start()
+            multiply(None)
+        worker.join()
+        assert read == {expected}
+        assert state() == before
+    finally:
+        reset()
+
+
+def test_scopes_that_are_dropped_while_products_run_end() -> None:
+    """A finaliser that finds the lock taken leaves the rest to the next product."""
+    scope = matmul_precision("high")
+    scope.__enter__()
+    taken, release = threading.Event(), threading.Event()
+
+    def take() -> None:
+        with ledger.lock:
+            taken.set()
+            release.wait(20)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    taken.wait(20)
+    del scope
+    gc.collect()
+    release.set()
+    thread.join()
+    assert len(ledger.over_and_done) == 1
+    torch.mm(A, A)
+    assert not ledger.over_and_done
+    assert ledger.live_scopes() == []
+
+
+def test_a_default_to_come_is_there_for_products_at_once() -> None:
+    """Products outside scopes run at what get_float32_matmul_precision() says, also beside a scope."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with matmul_precision("medium"):
+            entered.set()
+            leave.wait(20)
+            with watching() as seen:
+                torch.mm(A, A)
+                assert wrong(seen, "medium") == []
+
+    thread = ThreadPoolExecutor(1)
+    held = thread.submit(hold)
+    entered.wait(20)
+    try:
+        set_float32_matmul_precision("high")
+        assert get_float32_matmul_precision() == "high"
+        with watching() as seen:
+            torch.mm(A, A)
+            assert wrong(seen, "high") == []
+    finally:
+        leave.set()
+        held.result(20)
+        thread.shutdown()
+    assert flags() == flags_at("high")
+    reset()
+
+
+@contextmanager
+def product_that_outlives_its_scope() -> Iterator[None]:
+    """Have a product at "medium" run in another thread, though its scope has ended."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def wait(_operator: str) -> None:
+        inside.set()
+        leave.wait(20)
+
+    with ThreadPoolExecutor(1) as pool, watching(wait):
+        with matmul_precision("medium"):
+            context = contextvars.copy_context()
+            running = pool.submit(context.run, torch.mm, A, A)
+            inside.wait(20)
+        try:
+            yield
+        finally:
+            leave.set()
+            running.result(20)
+
+
+def test_scopes_beside_a_product_that_outlives_its_scope_restore_the_default() -> None:
+    """What is saved is the default, not what the product has in force."""
+    before = state()
+    with product_that_outlives_its_scope():
+        assert get_float32_matmul_precision() == "highest"
+        with matmul_precision("high"):
+            pass
+        assert report().default == "highest"
+    assert state() == before
+
+
+def test_a_default_set_by_other_code_beside_such_a_product_stays() -> None:
+    """No scope is live, so it is not undone."""
+    with product_that_outlives_its_scope():
+        torch.set_float32_matmul_precision("high")
+    assert flags() == flags_at("high")
+    reset()
