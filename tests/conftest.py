@@ -17,13 +17,14 @@ from flags import state
 from precision_scope import enable_isolation
 from precision_scope._ledger import ledger
 
-# Isolation changes what these test (conflicts), or nothing in it.
+# Isolation changes what these test (conflicts), or nothing in it, or they take long.
 NOT_ISOLATED = (
     "test_command_line.py",
     "test_conflicts.py",
     "test_documentation.py",
     "test_examples.py",
     "test_isolation.py",
+    "test_processes.py",
     "test_typing.py",
 )
 

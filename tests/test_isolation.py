@@ -214,6 +214,41 @@ def test_while_other_threads_multiply() -> None:
         )
 
 
+def test_a_long_product_is_not_taken_for_one_that_waits() -> None:
+    """What computes keeps its hold, however long others wait."""
+    run(
+        """
+        import torch
+        from concurrent.futures import ThreadPoolExecutor
+        from precision_scope import _gate, enable_isolation, matmul_precision
+        from precision_scope._ledger import ledger
+        enable_isolation()
+        _gate._PATIENCE = 0.01
+        gate = ledger.applied.torch_flags
+        take_back = gate._take_back
+        looked = taken = 0
+        def look(suspects):
+            global looked, taken
+            with gate.lock:
+                holding = [mine for ref in gate._threads.values() if (mine := ref()) and mine.key is not None]
+                found = take_back(suspects)
+                looked += len(holding)
+                taken += sum(mine.key is None for mine in holding)
+            return found
+        gate._take_back = look
+        large = torch.randn(1500, 1500)
+        def work(level):
+            for _ in range(4):
+                with matmul_precision(level):
+                    torch.mm(large, large)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(work, ["high", "highest"]))
+        assert looked > 0
+        assert taken == 0
+        """
+    )
+
+
 def test_reloading_the_package() -> None:
     """A reload, as notebooks do it, keeps isolation as it is."""
     run(

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from watch import flags, flags_at, watching, wrong
 
 from precision_scope import (
+    Float32MatmulPrecision,
     _gate,
     get_float32_matmul_precision,
     matmul_precision,
@@ -647,29 +648,6 @@ def test_whoever_waits_inside_a_product_does_not_block_those_it_waits_for(
         assert len(wrong(seen, "high")) == len(wrong(seen, None)) == 2
 
 
-def test_a_long_product_is_not_taken_for_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What computes keeps its hold, however long others wait."""
-    monkeypatch.setattr(_gate, "_PATIENCE", 0.01)
-    large = torch.randn(1200, 1200)
-    together: list[int] = []
-
-    def work(level: str) -> None:
-        for _ in range(4):
-            with matmul_precision(level):
-                torch.mm(large, large)
-
-    def look() -> None:
-        for _ in range(100):
-            gate = ledger.applied.torch_flags
-            assert isinstance(gate, Gate)
-            holding = [ref() for ref in dict(gate._threads).values()]
-            together.append(len({mine.key for mine in holding if mine is not None and mine.key is not None}))
-            time.sleep(0.002)
-
-    in_threads(lambda: work("high"), lambda: work("highest"), look)
-    assert max(together) == 1
-
-
 @pytest.mark.parametrize("write", ["mixed", "inherited"])
 @pytest.mark.skipif(not HAS_CELLS, reason="torch has no cells")
 def test_a_running_product_sees_no_change(write: str) -> None:
@@ -790,6 +768,21 @@ def test_scopes_beside_a_product_that_outlives_its_scope_restore_the_default() -
             pass
         assert report().default == "highest"
     assert state() == before
+
+
+def test_a_product_that_begins_when_its_scope_has_just_ended(gate: Gate) -> None:
+    """The default that it displaces is that of now, not one that was saved before."""
+    with matmul_precision("medium"):
+        pass
+    torch.backends.cuda.matmul.allow_tf32 = True
+    before = state()
+    gate.become(Float32MatmulPrecision.HIGHEST.rank)
+    try:
+        assert flags() == flags_at("highest")
+    finally:
+        gate.become(None)
+    assert state() == before
+    reset()
 
 
 def test_a_default_set_by_other_code_beside_such_a_product_stays() -> None:

@@ -63,7 +63,7 @@ EXEMPT = {
     r"_fused_sdp_choice": NO_PRODUCT,
     r"(_?convolution|conv_depthwise3d|_?(mkldnn|cudnn|mps|quantized)_?conv|conv_tbc|_convert).*": CONVOLUTION,
     r"_?(cudnn|mkldnn|miopen|xnnpack)_.*|.*reorder_conv.*|_nnpack_.*|.*depthwise.*": CONVOLUTION,
-    r"_?(int_mm|scaled_mm.*|scaled_grouped_mm.*|weight_int.*|dyn_quant.*|mixed_dtypes_linear)": LOW,
+    r"_?(int_mm|scaled_(add)?mm_?.*|scaled_grouped_mm.*|weight_int.*|dyn_quant.*|mixed_dtypes_linear)": LOW,
     r"_convert_weight.*|_wrapped_.*|quantized_.*|.*_linear_prepack.*|_saturate_weight_to_fp16": LOW,
     r"_?(scaled_dot_product_)?(flash|cudnn)_attention.*": LOW,
     r"_scaled_dot_product_flash_attention|_scaled_dot_product_flash_attention_backward": LOW,
