@@ -189,9 +189,9 @@ torch.set_num_threads(1)
 small, large = torch.randn(8, 8), torch.randn(1024, 1024)
 def fastest(matrix, calls, repeat):
     return min(timeit.repeat(lambda: torch.mm(matrix, matrix), number=calls, repeat=repeat)) / calls
-found = [fastest(small, 1000, 60), fastest(large, 1, 20)]
+found = [fastest(small, 1000, 60), fastest(large, 1, 60)]
 enable_isolation()
-found += [fastest(small, 1000, 60), fastest(large, 1, 20)]
+found += [fastest(small, 1000, 60), fastest(large, 1, 60)]
 with matmul_precision("high"):
     found.append(fastest(small, 1000, 60))
 print(json.dumps(found))
