@@ -26,6 +26,7 @@ from watch import flags, flags_at, watching, wrong
 from precision_scope import (
     Float32MatmulPrecision,
     _gate,
+    _torch_api,
     get_float32_matmul_precision,
     matmul_precision,
     report,
@@ -297,6 +298,34 @@ def test_backward_runs_at_the_level_of_its_caller() -> None:
     assert len(seen) > 1000
     for thread, level in threads.items():
         assert wrong(seen, level, thread) == []
+
+
+def test_a_thread_that_serves_a_backward_pass() -> None:
+    """A thread without scopes, as autograd has one for each GPU, runs at the level of who called it."""
+
+    def serve(context: contextvars.Context) -> str:
+        if hasattr(torch._C, "_remove_obj_from_tls"):  # torch 2.13 and newer does this by itself
+            torch._C._stash_obj_in_tls("context", context)
+        else:
+            _torch_api._callers[torch._C._current_graph_task_id()] = context
+        try:
+            torch.mm(A, A)
+            return str(get_float32_matmul_precision())
+        finally:
+            if hasattr(torch._C, "_remove_obj_from_tls"):
+                torch._C._remove_obj_from_tls("context")
+            else:
+                _torch_api._callers.clear()
+
+    with ThreadPoolExecutor(1) as pool, watching() as seen, matmul_precision("highest"):
+        with matmul_precision("high"):
+            context = contextvars.copy_context()
+            assert pool.submit(serve, context).result(20) == "high"
+        assert pool.submit(serve, context).result(20) == "highest"
+        multiply(None)
+    assert [product.before for product in seen] == [
+        flags_at(level) for level in ("high", "highest", "highest")
+    ]
 
 
 def test_tasks_that_hold_blocks_across_await() -> None:
