@@ -192,6 +192,9 @@ class Applied:
                 try:
                     if backend.is_active():
                         saved.append(backend.save())
+                        if self.saved:  # a scope was entered while the save had to wait
+                            self.set_default(level)
+                            return
                         changed.append(backend)
                         _set_default(backend, level)
                 except Exception as error:
@@ -210,13 +213,12 @@ class Applied:
 
     def replace_torch_flags(self, torch_flags: TorchFlags) -> None:
         """Have other code stand for torch's flags, which are as they were."""
-        before = self.torch_flags
         self.torch_flags = torch_flags
         if self.holding.default is not None:
             torch_flags.coming_default(self.holding.default)
         self._register(
             (torch_flags, *self.backends[1:]),
-            tuple(torch_flags if held is before else held for held in self.holding.backends),
+            tuple(torch_flags if isinstance(held, TorchFlags) else held for held in self.holding.backends),
             self.saved,
         )
 

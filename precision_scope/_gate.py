@@ -4,7 +4,8 @@ A *key* is the rank of a level, or DEFAULT for products of contexts that ask for
 nothing. The gate is also torch's flags as the ledger sees them from then on: what
 the ledger applies is what the flags are *at rest*, while no product runs. They
 are written when a group of products of another key begins, and brought to rest
-when the last of the group has ended; never while a product runs.
+when the last of the group has ended. What is written while products run is one
+thing alone: a new process default, for those that run at the default.
 
 Who waits is let in in the order of coming, together with all that wait for the
 same key, so no key starves. A product inside a product, of another key, lets go
@@ -22,7 +23,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import CodeType, FrameType
 from typing import Any, Final
 
@@ -60,9 +61,13 @@ class Mine:
 
 
 class _Here(threading.local):
-    def __init__(self, threads: dict[int, weakref.ref[Mine]]) -> None:
+    def __init__(self, threads: weakref.WeakValueDictionary[int, Mine]) -> None:
         self.mine = Mine()
-        threads[threading.get_ident()] = weakref.ref(self.mine)
+        threads[threading.get_ident()] = self.mine
+
+
+class _DisplacedError(Exception):
+    """The default is not in force any more, and somebody else has saved it."""
 
 
 class Gate(TorchFlags):
@@ -81,23 +86,23 @@ class Gate(TorchFlags):
         group: The key that they hold; or CLOSED.
         waiting: The queue.
         rest: The key whose flags are in force while no product runs.
-        flags: The key whose flags are in force now; None if that is uncertain.
+        in_force: The key whose flags are in force now; None if that is uncertain.
         product_code: The code of the kernels around the products.
     """
 
+    isolates = True
+
     def __init__(self, flags: TorchFlags, lock: threading.RLock, rest: int, default: object) -> None:
         self._real = flags
-        if isinstance(flags, TorchCells):
-            flags.undisturbed = self._alone
         self._default = default  # means something while flags or rest are not DEFAULT
         self.lock = lock
-        self._threads: dict[int, weakref.ref[Mine]] = {}
+        self._threads: weakref.WeakValueDictionary[int, Mine] = weakref.WeakValueDictionary()
         self.here = _Here(self._threads)
         self.inside = 0
         self.group = DEFAULT
         self.waiting: dict[_Waiter, None] = {}
         self.rest = rest
-        self.flags: object = rest
+        self.in_force: object = rest
         self.product_code: CodeType | None = None
 
     # Products. The kernels have the usual case of these two in line.
@@ -110,12 +115,8 @@ class Gate(TorchFlags):
                 self._withdraw()
                 if mine.key is not None and mine.key != key:
                     mine.key, self.inside = None, self.inside - 1
-                if (
-                    mine.key is None
-                    and key is not None
-                    and not self.waiting
-                    and (self.inside == 0 or self.group == key)
-                ):
+                admitted = self.inside == 0 or self.group == key != ALONE
+                if admitted and mine.key is None and key is not None and not self.waiting:
                     mine.key, self.inside, self.group = key, self.inside + 1, key
                 self._let_in()
                 self.settle()
@@ -130,19 +131,23 @@ class Gate(TorchFlags):
     def settle(self) -> None:
         """Write the flags that are to be in force now, if they are not."""
         while True:
-            key = self.group if self.inside and self.group != ALONE else self.rest
-            before = self.flags
+            key, before = self._key_to_settle_at(), self.in_force
             if key in (before, CLOSED):
                 return
             if before == DEFAULT == self.rest:
-                self._default = self._real.save()
-            self.flags = writing = object()
+                self.save()
+                if (key, before) != (self._key_to_settle_at(), self.in_force):
+                    continue  # it had to wait
+            self.in_force = writing = object()
             if key != DEFAULT:
                 self._real.apply(LEVELS[key])
             elif not self._is_superseded(before):
                 self._real.restore(self._default)
             # A handler may have written others since, or just before.
-            self.flags = key if self.flags is writing else None
+            self.in_force = key if self.in_force is writing else None
+
+    def _key_to_settle_at(self) -> int:
+        return self.group if self.inside and self.group != ALONE else self.rest
 
     def _is_superseded(self, before: object) -> bool:
         """Tell whether other code has set a default, outside all scopes, while a product ran."""
@@ -155,8 +160,9 @@ class Gate(TorchFlags):
             return
         key = queue[0].key
         for waiter in queue:
-            if waiter.key == key and waiter in self.waiting and (self.inside == 0 or self.group == key):
-                # All or nothing.
+            admitted = self.inside == 0 or self.group == key != ALONE
+            if admitted and waiter.key == key and waiter in self.waiting:
+                # All or nothing, from the line above on.
                 del self.waiting[waiter]
                 waiter.granted, self.inside, self.group = True, self.inside + 1, key
                 waiter.lock.release()
@@ -177,8 +183,9 @@ class Gate(TorchFlags):
     def _wait(self, waiter: _Waiter) -> None:
         """Wait to be let in, holding no lock.
 
-        This thread holds the ledger's lock only if a handler multiplies
-        matrices in the middle of an entry or exit; see the ledger.
+        This thread holds the ledger's lock if a handler multiplies matrices in
+        the middle of an entry or exit, or a save has to wait for products. The
+        ledger finds then what it finds after a handler.
         """
         lock: Any = self.lock
         held = lock._release_save() if lock._is_owned() else None
@@ -193,8 +200,9 @@ class Gate(TorchFlags):
     def _take_back(self, suspects: set[tuple[Mine, FrameType]]) -> set[tuple[Mine, FrameType]]:
         """Let go for threads that run other Python code where they hold a key.
 
-        A signal handler that comes when a product has ended, say, may wait for
-        the very thread that waits here; the product needs no hold any more.
+        A signal handler that comes before or after a product, say, may wait for
+        the very thread that waits here; the product takes its hold again if it
+        is yet to run.
 
         Args:
             suspects: Those that did so the last time, with the product's frame.
@@ -204,11 +212,11 @@ class Gate(TorchFlags):
         """
         found: set[tuple[Mine, FrameType]] = set()
         with self.lock:  # nobody begins or ends a product
-            for thread, top in sys._current_frames().items():
+            for thread, top in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]
                 frame: FrameType | None = top
                 while frame is not None and frame.f_code is not self.product_code:
                     frame = frame.f_back
-                mine = self._threads[thread]() if thread in self._threads else None
+                mine = self._threads.get(thread)
                 if mine is None or mine.key is None or frame is None or frame is top:
                     continue
                 if (mine, frame) in suspects:
@@ -220,14 +228,16 @@ class Gate(TorchFlags):
         return found
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> Generator[None]:
         """Have the flags to itself while they are written to for a moment."""
         outer = self.here.mine.key
         if self.inside == (outer is not None):
             yield
             return
         try:
-            self.become(ALONE)
+            self.become(ALONE)  # without the lock for a while
+            if not self.in_force == DEFAULT == self.rest:
+                raise _DisplacedError
             yield
         finally:
             self.become(outer)
@@ -235,8 +245,9 @@ class Gate(TorchFlags):
     # Torch's flags, as the ledger sees them; it holds the lock.
 
     def save(self) -> object:
-        if self.flags == DEFAULT == self.rest:
-            self._default = self._real.save()
+        if self.in_force == DEFAULT == self.rest:
+            with contextlib.suppress(_DisplacedError):
+                self._default = self._real.save()
         return self._default
 
     def apply(self, level: str) -> None:
@@ -250,18 +261,22 @@ class Gate(TorchFlags):
         """Have other flags in force at rest, written anew: other code may have changed them."""
         self.rest = key
         if not self.inside:
-            self.flags = None
-        elif self.flags in (key, self.group) and not self._are_as_written():
-            self.flags, self.group = None, CLOSED  # when those inside have left
+            self.in_force = None
+        elif self.in_force in (key, self.group) and not self._are_as_written():
+            self.in_force, self.group = None, CLOSED  # when those inside have left
         self.settle()
 
     def _are_as_written(self) -> bool:
-        return isinstance(self.flags, int) and self.flags != DEFAULT and self._real.is_at(LEVELS[self.flags])
+        return (
+            isinstance(self.in_force, int)
+            and self.in_force != DEFAULT
+            and self._real.is_at(LEVELS[self.in_force])
+        )
 
     def set_default(self, level: Float32MatmulPrecision) -> None:
-        if not self.flags == DEFAULT == self.rest:
+        if not self.in_force == DEFAULT == self.rest:
             self._default = self._real.at_level(self._default, level)
-        if self.flags == DEFAULT:
+        if self.in_force == DEFAULT:
             self._real.set_default(level)
 
     coming_default = set_default  # products outside scopes get it at once
@@ -273,12 +288,17 @@ class Gate(TorchFlags):
         return self.inside > 0 or self._real.is_at(level)
 
     def current_level(self) -> Float32MatmulPrecision:
-        if self.flags == DEFAULT == self.rest:
+        if self.in_force == DEFAULT == self.rest:
             return self._real.current_level()
         return self._real.level_of(self._default)
 
     def level_of(self, saved: Any) -> Float32MatmulPrecision:
         return self._real.level_of(saved)
+
+    def guard_saves(self) -> None:
+        """Have saves that write to the flags for a moment wait until no product runs."""
+        if isinstance(self._real, TorchCells):
+            self._real.undisturbed = self._alone
 
     def forget_other_threads(self) -> None:
         """Go on in a forked child: no other thread is inside, and none waits."""

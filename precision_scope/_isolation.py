@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from precision_scope._entries import top
 from precision_scope._errors import PrecisionScopeError
 from precision_scope._gate import DEFAULT, Gate
 from precision_scope._ledger import ledger
@@ -23,12 +24,15 @@ def enable_isolation() -> None:
     runs at the level of the context that calls it, in a backward pass that of
     the context that called ``backward()``; threads and tasks without a scope
     get the process default. There is no :class:`PrecisionConflictWarning` any
-    more. It holds for the rest of the process; a second call does nothing.
+    more. Each product costs a few microseconds more.
 
-    Call it once, when the program starts and before other threads multiply
-    matrices, or set the environment variable ``PRECISION_SCOPE_ISOLATION=1``,
-    which does so when the package is imported. Each product costs a few
-    microseconds more.
+    It holds for the rest of the process, and for processes forked from it; a
+    second call does nothing. Call it when the program starts: products that
+    run in other threads at that moment do not take part. It can be called from
+    any thread, also inside scopes. The environment variable
+    ``PRECISION_SCOPE_ISOLATION=1`` has the same effect when the package is
+    imported, also in spawned processes; ``0`` and the empty string are no, and
+    with anything else the import raises :class:`ValueError`.
 
     Raises:
         PrecisionScopeError: If this torch does not have what isolation is
@@ -48,8 +52,6 @@ def enable_isolation() -> None:
         >>> with matmul_precision("highest"):  # at the same time
         ...     product = a @ a
         >>> thread.join()
-
-    It can be called from any thread.
     """
     with ledger.lock:
         if ledger.isolated:
@@ -77,9 +79,9 @@ def enable_isolation() -> None:
 
 def _switch_on(gate: Gate, kernels: list[Any]) -> None:
     _kernels[:] = kernels
-    pass_context_to_backward()
+    gate.guard_saves()
+    pass_context_to_backward(top.get)
     ledger.applied.replace_torch_flags(gate)
-    ledger.isolated = True
 
 
 def _forget_other_threads() -> None:

@@ -89,8 +89,6 @@ class Ledger:
         applied: The backends.
         lock: Held for every change.
         tip: The innermost entry of a plain stack; GENERAL in the general form.
-        isolated: Whether each context's products run at its own level, so that
-            live scopes cannot be in conflict.
         over_and_done: What finalisers have found to be over. They must not
             wait for the lock: whoever holds it sees to these after releasing it.
     """
@@ -101,7 +99,6 @@ class Ledger:
         "_orphans",
         "_warned",
         "applied",
-        "isolated",
         "lock",
         "over_and_done",
         "tip",
@@ -117,7 +114,6 @@ class Ledger:
         self._orphans: weakref.WeakSet[Entry] = weakref.WeakSet()
         self._counts = [0] * len(LEVELS)
         self._warned = False
-        self.isolated = False
         self.over_and_done: deque[Owner | ScopeKey | Entry] = deque()
 
     # Entering and leaving, where the ledger is no plain stack or ceases to be.
@@ -316,6 +312,11 @@ class Ledger:
         self.see_to_the_rest()
         return default
 
+    @property
+    def isolated(self) -> bool:
+        """Whether each context's products run at its own level, so that no scopes are in conflict."""
+        return self.applied.torch_flags.isolates
+
     def check_conflict(self) -> None:
         """Warn the first time that live scopes of several owners disagree."""
         if (
@@ -367,8 +368,7 @@ class Ledger:
         """Return the level that live scopes have in force; None without any."""
         with self.lock:
             rank = self._wanted()
-        self.see_to_the_rest()
-        return None if rank is None else LEVELS[rank]
+            return None if rank is None else LEVELS[rank]
 
     def live_scopes(self) -> list[tuple[Float32MatmulPrecision, Owner]]:
         """Return level and owner of each live scope, in the order of entering."""

@@ -12,7 +12,8 @@ def set_float32_matmul_precision(level: str) -> None:
 
     Outside all scopes this sets the process default, on torch's flags and on
     every active backend. If scopes are live in other threads or tasks, it
-    takes effect when the last of them ends. Inside a scope it changes that
+    takes effect when the last of them ends; with isolation on, products outside
+    scopes get it at once. Inside a scope it changes that
     scope's level until the scope ends.
 
     Args:

@@ -81,11 +81,7 @@ def products() -> list[str]:
 
 
 def register(gate: Gate) -> list[Any]:
-    """Have every product take the gate from now on.
-
-    Returns:
-        What keeps the kernels registered.
-    """
+    """Have every product take the gate, for as long as what is returned is kept."""
     return api.register_for_every_device(
         {name: _through(gate, api.redispatcher(name)) for name in products()}
     )
@@ -126,14 +122,14 @@ def _through(gate: Gate, redispatch: Callable[..., Any]) -> Callable[..., Any]: 
                 if locked and not gate.waiting and (gate.inside == 0 or gate.group == key):
                     # All or nothing.
                     mine.key, gate.inside, gate.group = key, gate.inside + 1, key
-                    if gate.flags != key:
+                    if gate.in_force != key:
                         gate.settle()
             except BaseException:
                 release_if_owned(lock)
                 raise
             if locked:
                 release()
-            if mine.key != key:
+            while mine.key != key:  # also when a handler has taken so long that it was taken back
                 gate.become(key)
             if kwargs:
                 return redispatch(lower, operand, *args, **kwargs)
@@ -145,7 +141,7 @@ def _through(gate: Gate, redispatch: Callable[..., Any]) -> Callable[..., Any]: 
                     if locked and mine.key is not None and (gate.inside > 1 or not gate.waiting):
                         # All or nothing.
                         mine.key, gate.inside = None, gate.inside - 1
-                        if gate.inside == 0 and gate.flags != gate.rest:
+                        if gate.inside == 0 and gate.in_force != gate.rest:
                             gate.settle()
                 except BaseException:
                     release_if_owned(lock)
@@ -165,9 +161,8 @@ def _through(gate: Gate, redispatch: Callable[..., Any]) -> Callable[..., Any]: 
 
 
 def _finish(gate: Gate, key: int | None) -> None:
-    """Have the thread hold what it held before the product, however often it is interrupted."""
-    finished = False
-    while not finished:
+    """Have the thread hold what it held before the product, though interrupts may go on."""
+    for _ in range(1000):
         with contextlib.suppress(BaseException):  # the first one is raised
             gate.become(key)
-            finished = True
+            return

@@ -50,13 +50,14 @@ class Report:
     Attributes:
         wanted: The level that the calling thread or task asks for.
         default: The level in force where no scope is live.
-        applied: The level that the process runs at.
+        applied: The level that the process runs at; with isolation on, while
+            no product runs.
         backends: The settings of each active backend, cell by cell. Among
             torch's are those of convolutions and RNNs, which follow their own
             settings and no level. A backend that fails has its error as its
             only cell.
         scopes: The live scopes of all threads and tasks, in the order of entering.
-        isolation: Whether each thread and task has its own level.
+        isolation: Whether each product runs at the level of its own context.
         environment: Those environment variables that are set and override what
             the backends' settings say.
         changed_by_others: Whether a scope is live and torch's flags are not as

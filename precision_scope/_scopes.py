@@ -69,7 +69,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
     One object can be used again, entered while already entered, and shared by
     threads and tasks. Each thread and task has its own scopes; tasks inherit
     those that were live where they were started. Where scopes of different
-    threads or tasks disagree, the process runs at the strictest level.
+    threads or tasks disagree, the process runs at the strictest level, unless
+    :func:`enable_isolation` has given each its own.
     """
 
     __slots__ = ("__del__", "__weakref__", "_key", "_rank")
@@ -127,6 +128,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                     if holding.idle:
                         holding = _applied.hold_active()
                     holding.apply(LEVELS[rank])
+                    if ledger.tip is not entry:  # a handler came between, or a save had to wait
+                        ledger.settle(activate=True)
                 else:
                     ledger.enter(entry, rank)
             except BaseException:

@@ -97,11 +97,16 @@ def register_for_every_device(kernels: dict[str, Callable[..., Any]]) -> list[An
         What keeps them registered.
     """
     libraries: dict[str, Any] = {}
-    for name, kernel in kernels.items():
-        namespace, operator = name.split("::")
-        if namespace not in libraries:
-            libraries[namespace] = torch.library.Library(namespace, "IMPL")
-        libraries[namespace].impl(operator, kernel, "BackendSelect", with_keyset=True)
+    try:
+        for name, kernel in kernels.items():
+            namespace, operator = name.split("::")
+            if namespace not in libraries:
+                libraries[namespace] = torch.library.Library(namespace, "IMPL")
+            libraries[namespace].impl(operator, kernel, "BackendSelect", with_keyset=True)
+    except BaseException:
+        for library in libraries.values():
+            library._destroy()
+        raise
     return list(libraries.values())
 
 
@@ -125,31 +130,50 @@ def context_of_backward() -> Context | None:
     return context
 
 
-def pass_context_to_backward() -> None:
-    """Have :func:`context_of_backward` know the contexts that call backward passes."""
+def pass_context_to_backward(own_scopes: Callable[[], object]) -> None:
+    """Have :func:`context_of_backward` know the contexts that call backward passes.
+
+    Args:
+        own_scopes: Tells whether the calling thread has scopes of its own;
+            None for no.
+    """
     autograd: Any = torch.autograd
     run_backward = autograd._engine_run_backward
-    if _PASSES_CONTEXT_ON or hasattr(run_backward, "__wrapped__"):
+    if hasattr(run_backward, "__wrapped__"):
         return
+    run = run_backward if _PASSES_CONTEXT_ON else functools.partial(_remember_context, run_backward)
 
     @functools.wraps(run_backward)
-    def run_backward_in_context(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        context = copy_context()
-        passes: list[int] = []
-
-        def remember(_gradients: Any) -> None:
-            passes.append(_C._current_graph_task_id())
-            _callers[passes[-1]] = context
-
-        # The nodes that a pass begins with run before all others of it.
-        nodes = [getattr(output, "node", None) or getattr(output, "grad_fn", None) for output in outputs]
-        hooks = [node.register_prehook(remember) for node in nodes if node is not None]
+    def run_in_context(*args: Any, **kwargs: Any) -> Any:
+        outer = context_of_backward()
+        if outer is None or own_scopes() is not None:
+            return run(*args, **kwargs)
+        # A node calls a further pass, in a thread that has no context of its own.
         try:
-            return run_backward(outputs, *args, **kwargs)
+            return outer.copy().run(run, *args, **kwargs)
         finally:
-            for hook in hooks:
-                hook.remove()
-            for number in passes:
-                _callers.pop(number, None)
+            if _PASSES_CONTEXT_ON:
+                _C._stash_obj_in_tls("context", outer)
 
-    autograd._engine_run_backward = run_backward_in_context
+    autograd._engine_run_backward = run_in_context
+
+
+def _remember_context(run_backward: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a backward pass, whose nodes find this context by the number of the pass."""
+    context = copy_context()
+    passes: list[int] = []
+
+    def remember(_gradients: Any) -> None:
+        passes.append(_C._current_graph_task_id())
+        _callers[passes[-1]] = context
+
+    # Every node of the pass runs after one of those that it begins with.
+    nodes = [getattr(output, "node", None) or getattr(output, "grad_fn", None) for output in outputs]
+    hooks = [node.register_prehook(remember) for node in nodes if node is not None]
+    try:
+        return run_backward(outputs, *args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for number in passes:
+            _callers.pop(number, None)

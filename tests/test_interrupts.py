@@ -336,6 +336,26 @@ def test_handlers_that_use_the_package_find_it_whole_at_any_moment(
         reset()
 
 
+def test_a_scope_that_a_handler_leaves_live_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is entered while another scope is being entered is looked at when that one is applied."""
+    before = state()
+    strict = matmul_precision("highest")
+    torch_flags = ledger.applied.torch_flags
+
+    def save() -> object:
+        monkeypatch.undo()
+        saved = torch_flags.save()
+        strict.__enter__()  # as a handler would
+        return saved
+
+    monkeypatch.setattr(torch_flags, "save", save)
+    with matmul_precision("medium"):
+        assert torch.get_float32_matmul_precision() == "highest"
+        strict.__exit__(None, None, None)
+        assert torch.get_float32_matmul_precision() == "medium"
+    assert state() == before
+
+
 def test_trace_functions_that_enter_scopes_meet_every_line() -> None:
     """A trace function that uses scopes at every line of the package disturbs nothing."""
     lines = 0

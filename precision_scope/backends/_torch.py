@@ -24,6 +24,9 @@ class TorchFlags(Backend):
 
     name = "torch"
 
+    isolates: ClassVar[bool] = False
+    """Whether products run at their own contexts' levels, whatever is applied."""
+
     convolution_and_rnn_cells: ClassVar[tuple[str, ...]] = ("cudnn.allow_tf32",)
     """The cells that matrix products do not follow, and no level changes."""
 
