@@ -37,6 +37,7 @@ from precision_scope._conflicts import warn_of_conflict
 from precision_scope._entries import ASKS_NOTHING, ENDED, Entry, innermost, top
 from precision_scope._errors import PrecisionConflictWarning, PrecisionScopeError
 from precision_scope._levels import LEVELS, Float32MatmulPrecision
+from precision_scope._locks import release_if_owned
 from precision_scope._owners import Owner, current_owner, on_owner_gone
 from precision_scope.backends._torch import TORCH_FLAGS
 
@@ -406,20 +407,34 @@ class Ledger:
 
     def see_to_the_rest(self) -> None:
         """End what finalisers have found to be over, unless the lock is taken."""
-        while self.over_and_done and self.lock.acquire(blocking=False):
+        while self.over_and_done:
             try:
-                what = self.over_and_done.popleft() if self.over_and_done else None
-                if isinstance(what, Owner):
-                    self._forget(what)
-                elif isinstance(what, ScopeKey):
-                    for entry in self._all_live():
-                        if entry.key is what:
-                            self.end(entry)
-                elif what is not None:
-                    what.key.owed += 1
-                    self.end(what)
-            finally:
-                self.lock.release()
+                locked = self.lock.acquire(blocking=False)
+                if locked and self.over_and_done:
+                    self._end_over(self.over_and_done.popleft())
+            except BaseException:
+                release_if_owned(self.lock)
+                raise
+            if not locked:
+                return
+            self.lock.release()
+
+    def _end_over(self, what: Owner | ScopeKey | Entry) -> None:
+        try:
+            if isinstance(what, Owner):
+                self._forget(what)
+            elif isinstance(what, ScopeKey):
+                for entry in self._all_live():
+                    if entry.key is what:
+                        self.end(entry)
+            else:
+                what.key.owed += 1
+                self.end(what)
+        except PrecisionScopeError:  # it has ended all the same
+            raise
+        except BaseException:  # an interrupt
+            self.over_and_done.appendleft(what)
+            raise
 
     def _forget(self, owner: Owner) -> None:
         """Let go of the entries that an ended thread or task left live."""
