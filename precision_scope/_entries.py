@@ -46,7 +46,7 @@ class Entry:
     owner: Owner
     key: ScopeKey
     rank: int
-    over: Entry | None
+    over: Entry
     covers: int
 
 

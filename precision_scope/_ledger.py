@@ -14,8 +14,8 @@ Why this holds under threads, interrupts and re-entry, with or without a GIL:
 
 * Entries, ledger and backends are written under one re-entrant lock. Reading
   an entry's ``rank`` without it is safe: it is one reference.
-* Statements marked "all or nothing" make no call and no jump backwards, so
-  CPython handles no signal among them; what a trace function must not see
+* Statements marked "all or nothing" make no call and no jump backwards (for
+  Python 3.10: no jump at all), so CPython handles no signal among them; what a trace function must not see
   half done stands on one line. ``end`` can be repeated: a second call
   finishes what an interrupt cut short.
 * A signal handler, finaliser or trace function that enters a scope while its
@@ -82,6 +82,10 @@ class _Orphan(Entry):
 # The tip while the ledger is in its general form; no entry's parent.
 GENERAL: Final = Entry()
 
+# What an entry covers that covers nothing; counted where nobody looks.
+_NOBODY: Final = Entry()
+_NOBODY.rank, _NOBODY.covers = ENDED, 0
+
 
 class Ledger:
     """The process's live entries, and the backends that follow them.
@@ -113,7 +117,7 @@ class Ledger:
         # whose owner is gone, and how many uncovered ones there are by rank.
         self._live: dict[Entry, None] = {}
         self._orphans: weakref.WeakSet[Entry] = weakref.WeakSet()
-        self._counts = [0] * len(LEVELS)
+        self._counts = [0] * (ENDED + 1)
         self._warned = False
         self.over_and_done: deque[Owner | ScopeKey | Entry] = deque()
 
@@ -134,20 +138,17 @@ class Ledger:
                 over = over.parent
             while self.tip is not GENERAL and self.tip is not None:
                 self._generalise()
+            entry.over = over = _NOBODY if over is None or rank == ASKS_NOTHING else over
             counts = self._counts
-            # All or nothing.
-            entry.over = None
+            # All or nothing, and without a jump.
             entry.covers = 0
             entry.rank = rank
             entry.key.entries += 1
             self._live[entry], self.tip = None, GENERAL
+            counts[rank] += 1
+            over.covers += 1
+            counts[over.rank] -= over.covers == 1
             if rank != ASKS_NOTHING:
-                counts[rank] += 1
-                if over is not None and over.rank < ASKS_NOTHING:
-                    entry.over = over
-                    covers = over.covers = over.covers + 1
-                    if covers == 1:
-                        counts[over.rank] -= 1
                 self.settle(activate=True)
 
     def end(self, entry: Entry) -> None:
@@ -160,25 +161,19 @@ class Ledger:
                 try:
                     while self.tip is not GENERAL and entry.rank != ENDED:
                         self._generalise()
-                    while entry.rank != ENDED and entry.over is not None and entry.over.rank == ENDED:
+                    while entry.rank != ENDED and entry.over is not _NOBODY and entry.over.rank == ENDED:
                         entry.over = entry.over.over
                     rank = entry.rank
-                    # All or nothing.
                     if rank != ENDED:
-                        if entry in self._live:  # an orphan is not
-                            del self._live[entry]
+                        over, counts = entry.over, self._counts
+                        # All or nothing, and without a jump. What covered the
+                        # entry covers the next one from now on.
                         entry.key.entries -= 1
+                        counts[rank] -= entry.covers == 0
+                        over.covers += entry.covers - 1
+                        counts[over.rank] += over.covers == 0
                         entry.rank = ENDED
-                        if rank != ASKS_NOTHING:
-                            counts = self._counts
-                            over = entry.over
-                            if over is not None:
-                                # What covered the entry covers the next one from now on.
-                                covers = over.covers = over.covers + entry.covers - 1
-                                if covers == 0:
-                                    counts[over.rank] += 1
-                            if entry.covers == 0:
-                                counts[rank] -= 1
+                    self._live.pop(entry, None)  # an orphan is not there
                     if rank != ASKS_NOTHING:
                         self.settle(activate=False)
                 finally:
@@ -199,8 +194,8 @@ class Ledger:
         if tip is GENERAL:  # a handler has come already
             return
         live: dict[Entry, None] = {}
-        counts = [0] * len(LEVELS)
-        over: Entry | None = None
+        counts = [0] * (ENDED + 1)
+        over = _NOBODY
         for entry in _stack(tip):
             if self.tip is not tip:
                 return
@@ -324,7 +319,7 @@ class Ledger:
             self._warned
             or self.isolated
             or self.tip is not GENERAL
-            or self._counts.count(0) >= len(LEVELS) - 1
+            or self._counts[: len(LEVELS)].count(0) >= len(LEVELS) - 1
         ):
             return
         with self.lock:
