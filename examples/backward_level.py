@@ -1,7 +1,8 @@
 """Which level a backward pass runs at.
 
 A scope covers what runs inside it. A backward pass that is called after the
-scope has ended runs at the level in force then; call it inside to cover it.
+scope has ended runs at the level in force then: call it inside to cover it, or
+make the scope with ``backward=True``.
 """
 
 from typing import Any
@@ -33,6 +34,11 @@ b = torch.randn(8, 8, requires_grad=True)
 
 print("backward() after the scope:")
 with matmul_precision("medium"):
+    loss = product(a, b).sum()
+loss.backward()
+
+print("backward() after a scope with backward=True:")
+with matmul_precision("medium", backward=True):
     loss = product(a, b).sum()
 loss.backward()
 

@@ -8,10 +8,10 @@ where they were started; an entry that has ended counts for nobody.
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from precision_scope._levels import LEVELS, Float32MatmulPrecision
-from precision_scope._torch_api import context_of_backward
+from precision_scope._torch_api import context_of_backward, running_node, running_pass
 
 if TYPE_CHECKING:
     from precision_scope._ledger import ScopeKey
@@ -38,9 +38,22 @@ class Entry:
         rank: The rank of the level it asks for, ASKS_NOTHING or ENDED.
         over: The nearest entry of the same owner that it covers; see the ledger.
         covers: How many live entries cover it directly; see the ledger.
+        backward_pass: The number of the backward pass that it was entered in, -1
+            for none. This one and the next are only set while nodes are tagged.
+        covered_by: The nearest entry outside of it that covers backward passes.
     """
 
-    __slots__ = ("__weakref__", "covers", "key", "over", "owner", "parent", "rank")
+    __slots__ = (
+        "__weakref__",
+        "backward_pass",
+        "covered_by",
+        "covers",
+        "key",
+        "over",
+        "owner",
+        "parent",
+        "rank",
+    )
 
     parent: Entry | None
     owner: Owner
@@ -48,6 +61,8 @@ class Entry:
     rank: int
     over: Entry
     covers: int
+    backward_pass: int
+    covered_by: Entry | None
 
 
 top: ContextVar[Entry | None] = ContextVar("precision_scope", default=None)
@@ -70,17 +85,58 @@ def wanted() -> Float32MatmulPrecision | None:
 
 def wanted_rank() -> int:
     """Return the rank of that level; ASKS_NOTHING outside scopes."""
-    rank = _asked(top.get())
+    if tagging:
+        tag = tag_of_running_node()
+        if tag is not None:
+            return _asked_inside(running_pass(), tag)
+    rank = asked(top.get())
     if rank == ASKS_NOTHING:
         # The threads in which autograd runs the nodes of other devices than the
         # CPU have no scopes of their own.
         context = context_of_backward()
         if context is not None:
-            rank = _asked(context.get(top))
+            rank = asked(context.get(top))
     return rank
 
 
-def _asked(entry: Entry | None) -> int:
+# Autograd nodes that scopes with backward=True cover have the rank of their level
+# in their metadata, by this name.
+TAG: Final = "precision_scope"
+
+tagging: list[Any] = []
+"""Holds the module ``_covering`` once there may be such nodes."""
+
+
+def tag_of_running_node() -> int | None:
+    """Return the tag of the autograd node that this thread runs the backward of, if any."""
+    node = running_node()
+    return None if node is None else node.metadata.get(TAG)
+
+
+def _asked_inside(backward_pass: int, tag: int) -> int:
+    """Return the rank that the scopes entered inside a backward pass ask for, else a node's own."""
+    entry = top.get()
+    while entry is not None:
+        if getattr(entry, "backward_pass", -1) != backward_pass:
+            break
+        rank = entry.rank  # once: another thread may end the entry
+        if rank < ASKS_NOTHING:
+            return rank
+        entry = entry.parent
+    return tag
+
+
+def covering(entry: Entry | None) -> Entry | None:
+    """Return the innermost live entry, from this one outwards, that covers backward passes."""
+    if entry is not None and not entry.key.covers_backward:
+        entry = getattr(entry, "covered_by", None)
+    while entry is not None and entry.rank >= ASKS_NOTHING:
+        entry = getattr(entry, "covered_by", None)
+    return entry
+
+
+def asked(entry: Entry | None) -> int:
+    """Return the rank that the innermost live entry asks for, from this one outwards."""
     while entry is not None:
         rank = entry.rank  # once: another thread may end the entry
         if rank < ASKS_NOTHING:

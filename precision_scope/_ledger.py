@@ -54,12 +54,15 @@ class ScopeKey:
     Attributes:
         entries: How many of its entries are live.
         owed: How many have ended by themselves, and may still be left.
+        covers_backward: Whether the level holds for the backward pass, too, of
+            what is computed inside.
     """
 
-    __slots__ = ("entries", "owed")
+    __slots__ = ("covers_backward", "entries", "owed")
 
     entries: int
     owed: int
+    covers_backward: bool
 
     def __call__(self) -> None:
         ledger.end_soon(self)

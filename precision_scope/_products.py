@@ -10,7 +10,7 @@ import torch
 
 from precision_scope import _torch_api as api
 from precision_scope._dynamo import hide
-from precision_scope._entries import ASKS_NOTHING, top, wanted_rank
+from precision_scope._entries import ASKS_NOTHING, tagging, top, wanted_rank
 from precision_scope._gate import DEFAULT, Gate
 from precision_scope._ledger import ledger
 from precision_scope._locks import release_if_owned
@@ -100,7 +100,7 @@ def _through(gate: Gate, redispatch: Callable[..., Any]) -> Callable[..., Any]: 
 
     # Straight-line code for the usual case, as in a scope's entry and exit; the
     # gate's own methods do the same, and finish what an interrupt cuts short.
-    def product(keys: Any, operand: Any, *args: Any, **kwargs: Any) -> Any:
+    def product(keys: Any, operand: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: PLR0915
         bits = bits_of_keys(keys)
         lower = lower_keys.get(bits)
         if lower is None:
@@ -110,7 +110,11 @@ def _through(gate: Gate, redispatch: Callable[..., Any]) -> Callable[..., Any]: 
             if dtype is not single and dtype is not complex_single:  # no level changes it
                 return redispatch(lower, operand, *args, **kwargs)
         entry = get_top()
-        if entry is None and not serves_backward():
+        if tagging:
+            if tagging[0].begin_with_product():
+                return tagging[0].tag_first(product(keys, operand, *args, **kwargs))
+            key = wanted_rank()
+        elif entry is None and not serves_backward():
             key = DEFAULT
         elif entry is None or (key := entry.rank) >= ASKS_NOTHING:
             key = wanted_rank()

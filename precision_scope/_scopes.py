@@ -8,11 +8,14 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, final, overload
 
 from precision_scope._decorators import decorate
-from precision_scope._entries import ASKS_NOTHING, ENDED, RANKS, Entry, top
+from precision_scope._dynamo import hide
+from precision_scope._entries import ASKS_NOTHING, ENDED, RANKS, Entry, covering, tagging, top
+from precision_scope._errors import PrecisionScopeError
 from precision_scope._ledger import GENERAL, ScopeKey, ledger
 from precision_scope._levels import LEVELS, Float32MatmulPrecision, level_error
 from precision_scope._locks import release_if_owned, wait_for
 from precision_scope._owners import owner_in, running_loop, this_thread
+from precision_scope._torch_api import running_pass
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -43,17 +46,23 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
 
     Scopes nest: the innermost one decides. The level covers what runs inside
     the scope; a ``backward()`` that is called later runs at the level in force
-    then.
+    then, unless ``backward`` is true.
 
     Args:
         level: ``"highest"``, ``"high"`` or ``"medium"``, as a string or a
             :class:`Float32MatmulPrecision`. None asks for nothing, so that an
             optional setting can be passed straight through.
+        backward: Whether what is recorded inside the scope, also in plain
+            scopes nested in it, keeps its level for the backward pass, whenever
+            and in whatever thread that runs. The first entry into such a scope
+            calls :func:`enable_isolation`.
 
     Raises:
-        TypeError: If ``level`` is not a string, when the scope is made.
+        TypeError: If ``level`` is not a string, or ``backward`` not a bool, when
+            the scope is made.
         ValueError: If ``level`` is not the name of a level, likewise.
-        PrecisionScopeError: If a backend fails, at entry or at exit.
+        PrecisionScopeError: If a backend fails, at entry or at exit; or if
+            ``backward`` is true and this torch lacks what that is built on.
 
     Example:
         >>> import torch
@@ -65,6 +74,9 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
         >>> @matmul_precision("highest")
         ... def solve(a, b):
         ...     return torch.linalg.solve(a, b)
+        >>> @matmul_precision("highest", backward=True)
+        ... def loss(a, b):
+        ...     return (a @ b).square().mean()
 
     One object can be used again, entered while already entered, and shared by
     threads and tasks. Each thread and task has its own scopes; tasks inherit
@@ -81,10 +93,13 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
     # something to end: one that ran each time would swallow interrupts.
     __del__: Callable[[], object]
 
-    def __init__(self, level: str | None) -> None:
+    def __init__(self, level: str | None, *, backward: bool = False) -> None:
         self.__del__ = _nothing_to_end
         self._key = key = ScopeKey()
         key.entries = key.owed = 0
+        key.covers_backward = backward
+        if backward is not False:
+            key.covers_backward = _covers_backward(level, backward)
         try:
             self._rank = RANKS[level]
         except (KeyError, TypeError):
@@ -105,6 +120,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
         entry.key = key = self._key
         entry.rank = ENDED
         rank = self._rank
+        if tagging:
+            entry.backward_pass, entry.covered_by = running_pass(), covering(parent)
         try:
             try:
                 if not _acquire(False):
@@ -137,6 +154,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                 raise
             _release()
             _set_top(entry)
+            if key.covers_backward:
+                _begin_recording(entry)
             if _over_and_done:
                 ledger.see_to_the_rest()
             if ledger.tip is GENERAL:
@@ -183,6 +202,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                 release_if_owned(_lock)
                 raise
             _release()
+            if key.covers_backward:
+                tagging[0].end()
             if _over_and_done:
                 ledger.see_to_the_rest()
         except BaseException:  # finish what was cut short
@@ -212,14 +233,45 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
         Raises:
             TypeError: For a class, or what cannot be called.
         """
-        return decorate(function, functools.partial(matmul_precision, self._level))
+        return decorate(function, self._make())
 
     @property
     def _level(self) -> Float32MatmulPrecision | None:
         return None if self._rank == ASKS_NOTHING else LEVELS[self._rank]
 
-    def __reduce__(self) -> tuple[type[matmul_precision], tuple[Float32MatmulPrecision | None]]:
-        return matmul_precision, (self._level,)
+    def _make(self) -> Callable[[], matmul_precision]:
+        """Return what makes scopes like this one."""
+        if self._key.covers_backward:
+            return functools.partial(matmul_precision, self._level, backward=True)
+        return functools.partial(matmul_precision, self._level)
+
+    def __reduce__(self) -> tuple[Callable[[], matmul_precision], tuple[()]]:
+        return self._make(), ()
 
     def __repr__(self) -> str:
-        return f"matmul_precision({self._level and self._level.value!r})"
+        backward = ", backward=True" if self._key.covers_backward else ""
+        return f"matmul_precision({self._level and self._level.value!r}{backward})"
+
+
+hide(matmul_precision.__enter__)
+hide(matmul_precision.__exit__)
+
+
+def _begin_recording(entry: Entry) -> None:
+    # Only now: it needs more of torch than all the rest.
+    try:
+        from precision_scope._recording import begin_recording  # noqa: PLC0415
+
+        begin_recording(entry)
+    except PrecisionScopeError:
+        raise
+    except (AttributeError, RuntimeError) as error:
+        raise PrecisionScopeError(
+            f"backward=True does not work on this torch: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _covers_backward(level: object, backward: object) -> bool:
+    if backward is not True:
+        raise TypeError(f"backward must be True or False, got {type(backward).__name__}")
+    return level is not None

@@ -62,17 +62,25 @@ def operators(namespace: str) -> list[str]:
     return [
         name
         for name in _C._dispatch_get_all_op_names()
-        if name.startswith(f"{namespace}::")
-        and not _C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+        if name.startswith(f"{namespace}::") and not only_calls_others(name)
     ]
+
+
+def only_calls_others(name: str) -> bool:
+    """Tell whether an operator has no kernel of its own, whatever the device."""
+    return bool(_C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 
 def redispatcher(name: str) -> Callable[..., Any]:
     """Return what calls an operator at the dispatch keys given first."""
+    return overload(name)._handle.redispatch_boxed  # type: ignore[no-any-return]
+
+
+def overload(name: str) -> Any:
+    """Return the operator of a name like "aten::mm.out"."""
     namespace, operator = name.split("::")
     packet, _, overload = operator.partition(".")
-    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-    return found._handle.redispatch_boxed  # type: ignore[no-any-return]
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 _BELOW_AUTOGRAD: Any = _C._dispatch_keyset_full_after(_C.DispatchKey.BackendSelect)
@@ -108,6 +116,13 @@ def register_for_every_device(kernels: dict[str, Callable[..., Any]]) -> list[An
             library._destroy()
         raise
     return list(libraries.values())
+
+
+running_node: Callable[[], Any] = _C._current_autograd_node
+"""Return the autograd node that this thread runs the backward of, if any."""
+
+running_pass: Callable[[], int] = _C._current_graph_task_id
+"""Return the number of the backward pass that this thread runs; -1 for none."""
 
 
 # The threads of autograd's engine for devices have no context of their own.

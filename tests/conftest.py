@@ -21,6 +21,7 @@ from precision_scope._ledger import ledger
 NOT_ISOLATED = (
     "test_command_line.py",
     "test_conflicts.py",
+    "test_covering_scopes.py",
     "test_documentation.py",
     "test_examples.py",
     "test_isolation.py",
@@ -46,6 +47,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("--isolated"):
         return True if collection_path.name in NOT_ISOLATED else None
     return True if collection_path.name == "isolated" else None
+
+
+@pytest.fixture
+def uninterrupted_collections() -> Iterator[None]:
+    """Set callbacks of the garbage collector aside: hypothesis has one, which would swallow interrupts."""
+    callbacks, gc.callbacks[:] = gc.callbacks[:], []
+    yield
+    gc.callbacks[:] = callbacks
 
 
 @pytest.fixture(autouse=True)

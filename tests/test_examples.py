@@ -16,6 +16,9 @@ OUTPUT = {
 backward() after the scope:
   forward at medium
   backward at highest
+backward() after a scope with backward=True:
+  forward at medium
+  backward at medium
 backward() inside the scope:
   forward at medium
   backward at medium
@@ -26,6 +29,10 @@ the caller's choice:
 asked for more:
   the library computes at highest
 afterwards: high
+""",
+    "precise_loss.py": """\
+forward:  medium medium highest
+backward: highest highest medium medium medium
 """,
     "sensitive_solve.py": """\
 features ran at 'medium', the solve at 'highest'

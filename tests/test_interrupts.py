@@ -25,7 +25,10 @@ from precision_scope import (
 from precision_scope._entries import innermost
 from precision_scope._ledger import ledger
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers"),
+    pytest.mark.usefixtures("uninterrupted_collections"),
+]
 
 
 needs_cells = pytest.mark.skipif(not HAS_CELLS, reason="torch has no cells")

@@ -42,6 +42,10 @@ matmul_precision(None)
 matmul_precision(True)  # type: ignore[arg-type]
 matmul_precision(b"high")  # type: ignore[arg-type]
 matmul_precision()  # type: ignore[call-arg]
+matmul_precision("highest", backward=True)
+matmul_precision(None, backward=False)
+matmul_precision("highest", backward=1)  # type: ignore[arg-type]
+matmul_precision("highest", True)  # type: ignore[call-arg]
 
 set_float32_matmul_precision("highest")
 set_float32_matmul_precision(Float32MatmulPrecision.MEDIUM)
@@ -66,7 +70,7 @@ setter: Callable[[Float32MatmulPrecision], None] = set_float32_matmul_precision
 
 # The with-block.
 
-with matmul_precision("high") as entered:
+with matmul_precision("high", backward=True) as entered:
     assert_type(entered, None)
 
 

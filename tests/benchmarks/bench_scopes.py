@@ -206,6 +206,39 @@ print(json.dumps(found))
     return isolated_small / small, isolated_large / large, in_scope / small
 
 
+def recording_microseconds() -> float:
+    """Return what backward=True adds to a training step, for each operator that the forward records."""
+    program = """
+import timeit, torch
+from precision_scope import enable_isolation, matmul_precision
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8), torch.nn.Tanh()) * 5)
+batch = torch.randn(4, 8)
+def step(backward):
+    with matmul_precision("high", backward=backward):
+        loss = model(batch).sum()
+        loss.backward()
+    return loss
+nodes, seen = [step(True).grad_fn], set()
+while nodes:
+    node = nodes.pop()
+    if node is not None and node.name() != "torch::autograd::AccumulateGrad":
+        seen.add(node)
+        nodes += [earlier for earlier, _ in node.next_functions]
+times = {False: float("inf"), True: float("inf")}
+for _ in range(60):
+    for backward in times:
+        times[backward] = min(times[backward], timeit.timeit(lambda: step(backward), number=30) / 30)
+print((times[True] - times[False]) / len(seen) * 1e6)
+"""
+    return min(
+        float(
+            subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        )
+        for _ in range(3)
+    )
+
+
 def bytes_per_scope(count: int = 1000) -> tuple[float, float]:
     """Return the bytes of a live scope, and what is kept of it after exit."""
     scopes: list[matmul_precision] = [matmul_precision("high")] * count
@@ -247,6 +280,7 @@ def figures() -> list[Figure]:
         Figure("isolation on, 8x8 product outside scopes", isolated, "x plain", 4.0, 2.5),
         Figure("isolation on, 8x8 product in a scope", isolated_in_scope, "x plain", 4.0, 2.5),
         Figure("isolation on, 1024x1024 product", isolated_large, "x plain", 1.03, 1.0),
+        Figure("backward=True, for each forward operator", recording_microseconds(), "us", 3.0),
         Figure("import beyond torch's own", import_milliseconds(), "ms", 30, 10),
         Figure("memory per live scope", live, "bytes", 500),
         Figure("memory kept after exit, per scope", kept, "bytes", 1),

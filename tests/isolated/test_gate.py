@@ -488,6 +488,7 @@ class Interrupted(BaseException):
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
+@pytest.mark.usefixtures("uninterrupted_collections")
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside other levels"])
 def test_interrupts_leave_nothing(busy: bool) -> None:
     """An exception out of a handler, anywhere in a product or while it waits, lets go."""
@@ -535,6 +536,7 @@ def test_interrupts_leave_nothing(busy: bool) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
+@pytest.mark.usefixtures("uninterrupted_collections")
 def test_handlers_that_multiply() -> None:
     """A handler multiplies at a level of its own, anywhere in a product, scope or wait."""
     stop = threading.Event()

@@ -119,6 +119,30 @@ def test_backward_in_the_threads_of_the_device() -> None:
     assert levels == {(level, level or "highest", True) for level in TF32}
 
 
+@pytest.mark.parametrize("outside", [None, "high", "highest"])
+def test_covered_backward_in_the_threads_of_the_device(outside: str | None) -> None:
+    """With backward=True each node runs at the level of its forward, also what a pass records itself."""
+    a, b = random(256, 256), random(256, 256)
+    exact = torch.ones_like(a).double() @ b.double().T
+
+    def train(level: str) -> None:
+        for _ in range(10):
+            x, weight = a.clone().requires_grad_(), b.clone().requires_grad_()
+            with matmul_precision(level, backward=True):
+                out = x @ weight
+            told: list[str] = []
+            out.register_hook(lambda _grad, told=told: told.append(get_float32_matmul_precision()))
+            with matmul_precision(outside):
+                (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+                (again,) = torch.autograd.grad(gradient, weight, a)
+            assert told == [level]
+            assert is_tf32(gradient, exact) is TF32[level], level
+            twice = a.double().T @ torch.ones_like(a).double()
+            assert is_tf32(again, twice) is TF32[level], level
+
+    in_threads(*(lambda level=level: train(level) for level in ("highest", "high", "medium") * 2))
+
+
 def test_graphs_are_captured_at_the_threads_level() -> None:
     """A graph that one thread captures keeps its level, while other threads run at others."""
     a, b = random(256, 256), random(256, 256)

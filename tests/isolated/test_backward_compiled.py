@@ -1,0 +1,169 @@
+"""Rules 21 and 22: covered backward passes and torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+from watch import flags_at, watching, wrong
+
+from precision_scope import get_float32_matmul_precision, matmul_precision
+
+W = torch.randn(6, 6, requires_grad=True)
+V = torch.randn(6, 6, requires_grad=True)
+
+BACKENDS = ("eager", "aot_eager", "inductor")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    """Begin and end without compiled code."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def covering(level: str = "medium") -> matmul_precision:
+    """Make a scope that covers the backward pass."""
+    return matmul_precision(level, backward=True)
+
+
+def two_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Multiply twice."""
+    return (a @ b).relu() @ b
+
+
+class Product(torch.autograd.Function):
+    """A custom autograd function."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Multiply."""
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Multiply in the other direction."""
+        a, b = ctx.saved_tensors
+        return gradient @ b.t(), a.t() @ gradient
+
+
+PRODUCT: Any = Product
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "products": two_products,
+    "a custom function": lambda a, b: PRODUCT.apply(a, b).relu(),
+    "a checkpoint": lambda a, b: checkpoint(two_products, a, b, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_compiled_function_called_inside(name: str, backend: str) -> None:
+    """Its backward runs at the level of each call, compiled in one graph, once."""
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(FUNCTIONS[name], backend=counter, fullgraph=True)
+    for level in ("medium", "high", "medium", "high"):
+        with covering(level):
+            result = compiled(W, V)
+        with watching() as seen:
+            result.sum().backward()
+        assert len(seen) >= 2
+        assert wrong(seen, level) == []
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_plain_and_covering_scopes(backend: str) -> None:
+    """What is compiled in one covers nothing in the other; torch compiles it once for each."""
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(two_products, backend=counter, fullgraph=True)
+    for scope, level in ((covering(), "medium"), (matmul_precision("medium"), None)) * 3:
+        with scope:
+            result = compiled(W, V)
+        with watching() as seen:
+            result.sum().backward()
+        assert len(seen) == 4
+        assert wrong(seen, level) == []
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_decorated_function_called_from_compiled_code(backend: str) -> None:
+    """From the first call on, its nodes and no others have its level."""
+
+    @matmul_precision("medium", backward=True)
+    def inner(a: torch.Tensor) -> torch.Tensor:
+        return a @ V
+
+    @torch.compile(backend=backend)
+    def outer(a: torch.Tensor) -> torch.Tensor:
+        return (inner(a @ V) * 2) @ V
+
+    with covering():
+        pass
+    for call in range(4):
+        with watching() as seen, matmul_precision("high"):
+            result = outer(W)
+        if call:  # compiling multiplies, too
+            assert [product.before for product in seen] == [
+                flags_at(level) for level in ("high", "medium", "high")
+            ]
+        with watching() as seen, matmul_precision("high"):
+            result.sum().backward()
+        assert [product.before for product in seen] == [
+            flags_at(level) for level in ["high"] * 2 + ["medium"] * 2 + ["high"] * 2
+        ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_decorated_compiled_function(backend: str) -> None:
+    """The decorator outside of torch.compile."""
+
+    @matmul_precision("medium", backward=True)
+    @torch.compile(backend=backend, fullgraph=True)
+    def function(a: torch.Tensor) -> torch.Tensor:
+        return two_products(a, V)
+
+    for _ in range(3):
+        result = function(W)
+        with watching() as seen:
+            result.sum().backward()
+        assert len(seen) == 4
+        assert wrong(seen, "medium") == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_model_with_dynamic_shapes(backend: str) -> None:
+    """Recompilation and symbolic sizes change nothing."""
+    model = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)), backend=backend)
+    for rows in (3, 5, 7, 9):
+        with covering():
+            result = model(torch.randn(rows, 6))
+        with watching() as seen, matmul_precision("high"):
+            result.sum().backward()
+        assert len(seen) >= 3
+        assert wrong(seen, "medium") == []
+
+
+def test_a_hook_of_a_compiled_node_is_told_the_level() -> None:
+    """A compiled region is one node."""
+    told: list[str] = []
+    with covering():
+        result = torch.compile(two_products, backend="aot_eager")(W, V)
+    result.register_hook(lambda _: told.append(get_float32_matmul_precision()))
+    result.sum().backward()
+    assert told == ["medium"]
