@@ -36,7 +36,6 @@ from precision_scope._covering import (
 from precision_scope._dynamo import hide
 from precision_scope._entries import (
     ASKS_NOTHING,
-    ENDED,
     TAG,
     Entry,
     tag_of_running_node,
@@ -89,11 +88,12 @@ def _recorder(name: str) -> Callable[..., Any]:
     def record(*args: Any, **kwargs: Any) -> Any:
         nonlocal run, no_numbers
         entry = get_top()
-        if entry is not None and entry.key.covers_backward and running_node() is None:
-            rank = entry.rank  # the usual case
-        else:
-            rank = ENDED
-        if rank >= ASKS_NOTHING:
+        if (
+            entry is None
+            or not entry.key.covers_backward
+            or running_node() is not None
+            or (rank := entry.rank) >= ASKS_NOTHING
+        ):  # else, in the usual case, there is nothing to search for
             rank = rank_to_record()
         if unfinished:
             tag_unfinished()

@@ -94,6 +94,13 @@ def keys_below_autograd(keys: Any) -> Any:
     return keys & _BELOW_AUTOGRAD
 
 
+def library_of(namespace: str, libraries: dict[str, Any]) -> Any:
+    """Return what registers kernels for a namespace's operators, from those made before or anew."""
+    if namespace not in libraries:
+        libraries[namespace] = torch.library.Library(namespace, "IMPL")
+    return libraries[namespace]
+
+
 def register_for_every_device(kernels: dict[str, Callable[..., Any]]) -> list[Any]:
     """Register kernels that run below autograd, in place of and around each device's own.
 
@@ -108,9 +115,8 @@ def register_for_every_device(kernels: dict[str, Callable[..., Any]]) -> list[An
     try:
         for name, kernel in kernels.items():
             namespace, operator = name.split("::")
-            if namespace not in libraries:
-                libraries[namespace] = torch.library.Library(namespace, "IMPL")
-            libraries[namespace].impl(operator, kernel, "BackendSelect", with_keyset=True)
+            library = library_of(namespace, libraries)
+            library.impl(operator, kernel, "BackendSelect", with_keyset=True)
     except BaseException:
         for library in libraries.values():
             library._destroy()

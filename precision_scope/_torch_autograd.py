@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 
 import torch
 
-from precision_scope._torch_api import only_calls_others, overload
+from precision_scope._torch_api import library_of, only_calls_others, overload
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
@@ -69,7 +69,7 @@ class Recorders:
         """Register kernels for the operators that have none; what is cut short can be repeated."""
         seen = self._imported()
         if not _C._dispatch_has_backend_fallback(_KEY):
-            self._library("_").m.fallback_fallthrough(_RECORDING)
+            library_of("_", self._libraries).m.fallback_fallthrough(_RECORDING)
         # Operators that take functions record nodes as custom functions do. They
         # look for the keys by themselves, those to come in this list.
         ops: Any = torch._ops  # pyright: ignore[reportPrivateUsage]
@@ -85,13 +85,9 @@ class Recorders:
                 or only_calls_others(name)
                 or _C._dispatch_has_kernel_for_dispatch_key(name, _RECORDING)
             ):
-                self._library(namespace).impl(operator, self._recorder(name), _RECORDING)
+                library = library_of(namespace, self._libraries)
+                library.impl(operator, self._recorder(name), _RECORDING)
         self._seen = seen
-
-    def _library(self, namespace: str) -> Any:
-        if namespace not in self._libraries:
-            self._libraries[namespace] = torch.library.Library(namespace, "IMPL")
-        return self._libraries[namespace]
 
     def _imported(self) -> tuple[int, int]:
         ops: Any = torch.ops

@@ -92,6 +92,17 @@ def watching(inside: Callable[[str], object] | None = None) -> Iterator[list[Pro
         _seen = _inside = None
 
 
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """Run LSTMs without oneDNN's fused layer, which has a setting of its own."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
 def wrong(products: list[Product], level: str | None, thread: int | None = None) -> list[Product]:
     """Return the products, of one thread or of all, that did not run at a level throughout."""
     expected = flags_at(level)

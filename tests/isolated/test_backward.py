@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import watch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from watch import flags, flags_at, watching, wrong
+from watch import flags, flags_at, watching, without_onednn, wrong
 
 from precision_scope import (
     Float32MatmulPrecision,
@@ -48,10 +49,15 @@ def apply(function: Any, *args: torch.Tensor) -> torch.Tensor:
     return result
 
 
-class Product(torch.autograd.Function):
-    """A custom autograd function, which notes the level that its backward is told."""
+def products_of_backward(result: torch.Tensor) -> list[watch.Product]:
+    """Run a backward pass, and return the products that ran in it."""
+    with watching() as seen:
+        result.sum().backward()
+    return seen
 
-    told: list[Float32MatmulPrecision]
+
+class Product(torch.autograd.Function):
+    """A custom autograd function."""
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -62,9 +68,20 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Multiply in the other direction."""
-        Product.told = [get_float32_matmul_precision(), report().wanted]
         a, b = ctx.saved_tensors
         return gradient @ b.t(), a.t() @ gradient
+
+
+class Told(Product):
+    """One that notes the level that its backward is told."""
+
+    level: list[Float32MatmulPrecision]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Look, and multiply."""
+        Told.level = [get_float32_matmul_precision(), report().wanted]
+        return Product.backward(ctx, gradient)
 
 
 class Twice(torch.autograd.Function):
@@ -86,13 +103,9 @@ class Twice(torch.autograd.Function):
 
 
 def lstm() -> Any:
-    """Run an LSTM without oneDNN's fused layer, which has a setting of its own."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
+    """Run an LSTM whose products are torch's own."""
+    with without_onednn():
         return nn.LSTM(6, 4)(X[None])[0]
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
 
 
 def into_a_view() -> torch.Tensor:
@@ -193,8 +206,7 @@ def test_its_backward_runs_at_the_level_of_its_forward(name: str) -> None:
     for level in ("medium", "highest", "high"):
         with covering(level):
             result = COMPUTATIONS[name]()
-        with watching() as seen:
-            result.sum().backward()
+        seen = products_of_backward(result)
         assert seen
         assert wrong(seen, level) == []
 
@@ -225,8 +237,7 @@ def test_scripts(function: Callable[..., Any]) -> None:
         if function is in_a_dict:
             result = result["product"]
         result.sum().backward(retain_graph=True)
-    with watching() as seen:
-        result.sum().backward()
+    seen = products_of_backward(result)
     assert len(seen) == 4
     assert wrong(seen, "medium") == []
 
@@ -292,7 +303,7 @@ PASSES: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_however_the_pass_is_run(name: str, custom: bool) -> None:
     """Whenever, from wherever and with whatever options, the level is that of the forward."""
-    multiply: Callable[..., torch.Tensor] = functools.partial(apply, Product) if custom else torch.matmul
+    multiply: Callable[..., torch.Tensor] = functools.partial(apply, Told) if custom else torch.matmul
     with covering():
         loss = multiply(multiply(W, V).pow(2), V).pow(2).sum()
     with watching() as seen:
@@ -300,7 +311,7 @@ def test_however_the_pass_is_run(name: str, custom: bool) -> None:
     assert len(seen) >= 2
     assert wrong(seen, "medium") == []
     if custom:
-        assert Product.told == ["medium", "medium"]
+        assert Told.level == ["medium", "medium"]
 
 
 def cubic(a: torch.Tensor) -> torch.Tensor:
@@ -328,8 +339,7 @@ def test_torch_func_inside() -> None:
         result = torch.vmap(torch.func.grad(lambda row: (row @ V).sin().sum()))(W)
     assert len(seen) >= 2
     assert wrong(seen, "medium") == []
-    with watching() as seen:
-        result.sum().backward()
+    seen = products_of_backward(result)
     assert seen
     assert wrong(seen, "medium") == []
 
@@ -348,8 +358,7 @@ def test_nodes_of_nested_plain_scopes_keep_their_own_level() -> None:
         set_float32_matmul_precision("high")
         fourth = W @ V
     for product, level in ((first, "medium"), (second, "highest"), (third, "medium"), (fourth, "high")):
-        with watching() as seen:
-            product.sum().backward()
+        seen = products_of_backward(product)
         assert len(seen) == 2
         assert wrong(seen, level) == []
 
@@ -361,8 +370,7 @@ def test_the_innermost_of_two_covering_scopes() -> None:
             first = W @ V
         second = W @ V
     for product, level in ((first, "highest"), (second, "medium")):
-        with watching() as seen:
-            product.sum().backward()
+        seen = products_of_backward(product)
         assert wrong(seen, level) == []
 
 
@@ -378,8 +386,7 @@ def test_a_covering_scope_in_a_plain_one_covers_itself_alone() -> None:
         after.sum().backward()
     assert len(seen) == 4
     assert wrong(seen, "high") == []
-    with watching() as seen:
-        inside.sum().backward()
+    seen = products_of_backward(inside)
     assert wrong(seen, "medium") == []
 
 
@@ -568,8 +575,7 @@ def test_what_a_hook_records_is_covered(multiply: Callable[..., torch.Tensor]) -
         product = W @ V
     product.register_hook(hook)
     product.sum().backward()
-    with watching() as seen:
-        kept[0].sum().backward()
+    seen = products_of_backward(kept[0])
     assert seen
     assert wrong(seen, "medium") == []
 
@@ -613,12 +619,10 @@ def test_decorated_functions_of_every_kind() -> None:
     between = W @ V
     products += [next(steps), asyncio.run(coroutine()), Model()(W), copy.deepcopy(Model())(W)]
     for product in products:
-        with watching() as seen:
-            product.sum().backward()
+        seen = products_of_backward(product)
         assert len(seen) >= 1
         assert wrong(seen, "medium") == []
-    with watching() as seen:
-        between.sum().backward()
+    seen = products_of_backward(between)
     assert wrong(seen, None) == []
 
 
@@ -666,8 +670,7 @@ def test_tasks_of_one_thread() -> None:
         return list(await asyncio.gather(task("medium"), task(None), task("highest")))
 
     for product, level in zip(asyncio.run(main()), ("medium", None, "highest"), strict=True):
-        with watching() as seen:
-            product.sum().backward()
+        seen = products_of_backward(product)
         assert seen
         assert wrong(seen, level) == []
 
@@ -695,8 +698,7 @@ def test_a_context_that_was_copied_to_another_thread(compute: Callable[[], torch
         return await asyncio.to_thread(compute)
 
     for result in asyncio.run(main()):
-        with watching() as seen:
-            result.sum().backward()
+        seen = products_of_backward(result)
         assert seen
         assert wrong(seen, "medium") == []
 
@@ -708,8 +710,7 @@ def test_a_node_that_another_thread_has_yet_to_attach() -> None:
     tag_unfinished()
     result.addmm_(W, V)
     tag_unfinished()
-    with watching() as seen:
-        result.sum().backward()
+    seen = products_of_backward(result)
     assert wrong(seen, "medium") == []
     assert not unfinished
 
@@ -723,8 +724,7 @@ def test_a_scope_that_another_thread_has_left() -> None:
     in_another_thread(lambda: context.run(scope.__exit__, None, None, None))
     after = W @ V
     for product, level in ((inside, "medium"), (after, None)):
-        with watching() as seen:
-            product.sum().backward()
+        seen = products_of_backward(product)
         assert wrong(seen, level) == []
 
 

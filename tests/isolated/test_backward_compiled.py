@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
+from test_backward import Product, V, W, apply, covering, products_of_backward, two_products
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from watch import flags_at, watching, wrong
 
 from precision_scope import get_float32_matmul_precision, matmul_precision
-
-W = torch.randn(6, 6, requires_grad=True)
-V = torch.randn(6, 6, requires_grad=True)
 
 BACKENDS = ("eager", "aot_eager", "inductor")
 
@@ -34,38 +31,9 @@ def anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def covering(level: str = "medium") -> matmul_precision:
-    """Make a scope that covers the backward pass."""
-    return matmul_precision(level, backward=True)
-
-
-def two_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply twice."""
-    return (a @ b).relu() @ b
-
-
-class Product(torch.autograd.Function):
-    """A custom autograd function."""
-
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Multiply."""
-        ctx.save_for_backward(a, b)
-        return a @ b
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Multiply in the other direction."""
-        a, b = ctx.saved_tensors
-        return gradient @ b.t(), a.t() @ gradient
-
-
-PRODUCT: Any = Product
-
-
 FUNCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "products": two_products,
-    "a custom function": lambda a, b: PRODUCT.apply(a, b).relu(),
+    "a custom function": lambda a, b: apply(Product, a, b).relu(),
     "a checkpoint": lambda a, b: checkpoint(two_products, a, b, use_reentrant=False),
 }
 
@@ -79,8 +47,7 @@ def test_a_compiled_function_called_inside(name: str, backend: str) -> None:
     for level in ("medium", "high", "medium", "high"):
         with covering(level):
             result = compiled(W, V)
-        with watching() as seen:
-            result.sum().backward()
+        seen = products_of_backward(result)
         assert len(seen) >= 2
         assert wrong(seen, level) == []
     assert counter.frame_count == 1
@@ -94,8 +61,7 @@ def test_plain_and_covering_scopes(backend: str) -> None:
     for scope, level in ((covering(), "medium"), (matmul_precision("medium"), None)) * 3:
         with scope:
             result = compiled(W, V)
-        with watching() as seen:
-            result.sum().backward()
+        seen = products_of_backward(result)
         assert len(seen) == 4
         assert wrong(seen, level) == []
     assert counter.frame_count == 2
@@ -140,8 +106,7 @@ def test_a_decorated_compiled_function(backend: str) -> None:
 
     for _ in range(3):
         result = function(W)
-        with watching() as seen:
-            result.sum().backward()
+        seen = products_of_backward(result)
         assert len(seen) == 4
         assert wrong(seen, "medium") == []
 

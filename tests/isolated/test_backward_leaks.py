@@ -20,27 +20,19 @@ from typing import Any, cast
 import pytest
 import torch
 from flags import state
-from test_backward import apply
+from test_backward import V, W, apply, covering, products_of_backward
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from watch import flags, watching, wrong
+from watch import flags, wrong
 
 from precision_scope import _covering, _torch_autograd, matmul_precision
 from precision_scope._entries import TAG
 from precision_scope._ledger import ledger
 
 KEY = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
-
-W = torch.randn(6, 6, requires_grad=True)
-V = torch.randn(6, 6, requires_grad=True)
-
-
-def covering(level: str = "medium") -> matmul_precision:
-    """Make a scope that covers the backward pass."""
-    return matmul_precision(level, backward=True)
 
 
 def records() -> bool:
@@ -59,8 +51,7 @@ def assert_it_still_covers() -> None:
     """Check that a new covering scope does what it should, and records no longer than it must."""
     with covering():
         product = W @ V
-    with watching() as seen:
-        product.sum().backward()
+    seen = products_of_backward(product)
     assert len(seen) == 2
     assert wrong(seen, "medium") == []
     assert not records()
@@ -94,8 +85,7 @@ def test_a_pass_that_raises(error: type[BaseException]) -> None:
         with pytest.raises(error):
             failing.sum().backward()
         assert state() == before
-    with watching() as seen:
-        product.sum().backward()
+    seen = products_of_backward(product)
     assert wrong(seen, "medium") == []
     assert_it_still_covers()
 

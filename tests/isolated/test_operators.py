@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from watch import watching, wrong
+from watch import watching, without_onednn, wrong
 
 from precision_scope import matmul_precision
 from precision_scope._products import PRODUCTS, products
@@ -172,13 +172,9 @@ def grad_of(tensor: torch.Tensor) -> None:
 
 
 def lstm() -> Any:
-    """Run an LSTM without oneDNN's fused layer, which has a setting of its own."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
+    """Run an LSTM whose products are torch's own."""
+    with without_onednn():
         return nn.LSTM(9, 4)(A3.transpose(0, 1))
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
 
 
 def attention(backend: SDPBackend) -> Any:
