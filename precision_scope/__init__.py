@@ -1,5 +1,7 @@
 """Scoped float32 matmul precision for PyTorch."""
 
+from precision_scope._compilation import watch_compilations
+from precision_scope._dynamo import hide_package
 from precision_scope._errors import PrecisionConflictWarning, PrecisionScopeError
 from precision_scope._isolation import enable_if_environment_says_so, enable_isolation
 from precision_scope._levels import Float32MatmulPrecision
@@ -24,4 +26,6 @@ __all__ = [
     "set_float32_matmul_precision",
 ]
 
+hide_package()
+watch_compilations()
 enable_if_environment_says_so()

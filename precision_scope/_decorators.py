@@ -12,7 +12,9 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from precision_scope._dynamo import hide
 from precision_scope._entries import ASKS_NOTHING, Entry, top
+from precision_scope._graphs import leave_to_python, own_attributes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
@@ -44,8 +46,11 @@ def decorate(function: Any, make_scope: _MakeScope) -> Any:
     if not callable(function):
         raise TypeError(f"expected a function to decorate, got {type(function).__name__}")
     # The state of a callable object is its own; the attributes of a function go along.
-    updated = functools.WRAPPER_UPDATES if inspect.isroutine(function) else ()
-    return functools.wraps(function, updated=updated)(_wrapper(function, make_scope))
+    wrapper = _wrapper(function, make_scope)
+    if inspect.isroutine(function):
+        vars(wrapper).update(own_attributes(function))
+    functools.update_wrapper(wrapper, function, updated=())
+    return leave_to_python(hide(wrapper, callees=False))
 
 
 def _wrapper(function: Callable[..., Any], make_scope: _MakeScope) -> Callable[..., Any]:

@@ -228,19 +228,24 @@ class Gate(TorchFlags):
         return found
 
     @contextlib.contextmanager
-    def _alone(self) -> Generator[None]:
-        """Have the flags to itself while they are written to for a moment."""
+    def at_rest(self) -> Generator[None]:
         outer = self.here.mine.key
-        if self.inside == (outer is not None):
-            yield
-            return
         try:
             self.become(ALONE)  # without the lock for a while
-            if not self.in_force == DEFAULT == self.rest:
-                raise _DisplacedError
             yield
         finally:
             self.become(outer)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Generator[None]:
+        """Have the flags to itself while they are written to for a moment."""
+        if self.inside == (self.here.mine.key is not None):
+            yield
+            return
+        with self.at_rest():
+            if not self.in_force == DEFAULT == self.rest:
+                raise _DisplacedError
+            yield
 
     # Torch's flags, as the ledger sees them; it holds the lock.
 

@@ -33,7 +33,7 @@ from precision_scope._covering import (
     tag_unfinished,
     unfinished,
 )
-from precision_scope._dynamo import hide
+from precision_scope._dynamo import hide, hide_package
 from precision_scope._entries import (
     ASKS_NOTHING,
     TAG,
@@ -203,3 +203,6 @@ def _in_scope(rank: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _recorders = autograd.Recorders(_recorder)
+
+
+hide_package()  # this module and others are imported late

@@ -8,14 +8,15 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, final, overload
 
 from precision_scope._decorators import decorate
-from precision_scope._dynamo import hide
+from precision_scope._dynamo import compiling, hide, hide_entry
 from precision_scope._entries import ASKS_NOTHING, ENDED, RANKS, Entry, covering, tagging, top
 from precision_scope._errors import PrecisionScopeError
+from precision_scope._graphs import ignored_by_torchscript, refuse_to_be_recorded
 from precision_scope._ledger import GENERAL, ScopeKey, ledger
 from precision_scope._levels import LEVELS, Float32MatmulPrecision, level_error
 from precision_scope._locks import release_if_owned, wait_for
 from precision_scope._owners import owner_in, running_loop, this_thread
-from precision_scope._torch_api import running_pass
+from precision_scope._torch_api import EXPORTING, compiler_flags, is_traced, running_pass
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -35,6 +36,7 @@ _nothing_to_end: Callable[[], object] = bool  # does nothing, and not in Python
 
 
 @final
+@ignored_by_torchscript
 class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_grad, autocast
     """Run a block, or a function, at a float32 matmul precision.
 
@@ -46,7 +48,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
 
     Scopes nest: the innermost one decides. The level covers what runs inside
     the scope; a ``backward()`` that is called later runs at the level in force
-    then, unless ``backward`` is true.
+    then, unless ``backward`` is true. Around code compiled by torch.compile a
+    scope adds no graph break; inside of it, it is one.
 
     Args:
         level: ``"highest"``, ``"high"`` or ``"medium"``, as a string or a
@@ -61,8 +64,10 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
         TypeError: If ``level`` is not a string, or ``backward`` not a bool, when
             the scope is made.
         ValueError: If ``level`` is not the name of a level, likewise.
-        PrecisionScopeError: If a backend fails, at entry or at exit; or if
-            ``backward`` is true and this torch lacks what that is built on.
+        PrecisionScopeError: If a backend fails, at entry or at exit; if
+            ``backward`` is true and this torch lacks what that is built on; or
+            at entry in a program that torch.export or torch.jit.trace records,
+            which would run without the scope.
 
     Example:
         >>> import torch
@@ -112,7 +117,10 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
     # The lock is taken by hand, since "with" takes longer than all that it
     # would guard; no signal is handled between the inner try and the release.
 
+    @hide_entry
     def __enter__(self) -> None:
+        if (is_traced() or compiling or compiler_flags[EXPORTING]) and self._rank != ASKS_NOTHING:
+            refuse_to_be_recorded()
         entry = Entry()
         entry.parent = parent = _get_top()
         loop = running_loop()
@@ -165,6 +173,7 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                 ledger.end(entry)
             raise
 
+    @hide
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
@@ -251,10 +260,6 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
     def __repr__(self) -> str:
         backward = ", backward=True" if self._key.covers_backward else ""
         return f"matmul_precision({self._level and self._level.value!r}{backward})"
-
-
-hide(matmul_precision.__enter__)
-hide(matmul_precision.__exit__)
 
 
 def _begin_recording(entry: Entry) -> None:

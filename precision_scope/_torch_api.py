@@ -1,4 +1,4 @@
-"""Every private name of torch that the package uses, behind a name of ours.
+"""Every private name of torch that the package uses, behind a name of ours; Dynamo's are in _dynamo.
 
 Seen to work on torch 2.4 to 2.15. From 2.9 on torch keeps, beside the legacy
 value of ``torch.set_float32_matmul_precision``, a table of cells keyed by
@@ -8,10 +8,9 @@ value of ``torch.set_float32_matmul_precision``, a table of cells keyed by
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import Context, copy_context
-from types import CodeType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -44,14 +43,29 @@ def devices() -> list[str]:
     return ["cpu", *others]
 
 
-def skip_in_dynamo(code: CodeType) -> None:
-    """Have Dynamo run this code, and what it calls, as it stands."""
-    frames = _C._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):  # torch 2.8 and newer
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
-    else:
-        frames.skip_code(code)
+is_traced: Callable[[], bool] = _C._is_tracing
+"""Tell whether torch.jit.trace records what this thread runs."""
+
+
+def is_exported() -> bool:
+    """Tell whether torch.export does so."""
+    return bool(_C._dispatch_tls_is_dispatch_key_included(_C.DispatchKey.PreDispatch))
+
+
+def is_symbolically_traced() -> bool:
+    """Tell whether make_fx does so, which AOTAutograd uses."""
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
+
+
+# The latter on torch 2.4 to 2.6.
+EXPORTING: Final = (
+    "_is_exporting_flag" if hasattr(torch.compiler, "_is_exporting_flag") else "_is_compiling_flag"
+)
+
+compiler_flags: Mapping[str, Any] = (
+    vars(torch.compiler) if hasattr(torch.compiler, EXPORTING) else {EXPORTING: False}
+)
+"""The flag EXPORTING among these says whether torch.export records a program in some thread."""
 
 
 def operators(namespace: str) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 import torch
+import torch.utils.checkpoint  # torch 2.4 does not import it itself
 
 from precision_scope._torch_api import library_of, only_calls_others, overload
 
@@ -201,7 +202,7 @@ def around_checkpoints(around: Callable[..., Any]) -> None:
             the backward pass, and more arguments.
     """
     name = "_checkpoint_without_reentrant_generator"
-    if hasattr(sys.modules["torch.utils.checkpoint"], f"{name}_impl"):  # torch 2.14 and newer
+    if hasattr(torch.utils.checkpoint, f"{name}_impl"):  # torch 2.14 and newer
         name = f"{name}_impl"
     for module in ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation"):
         if module in sys.modules:  # else it will import what is replaced here

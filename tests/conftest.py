@@ -20,9 +20,11 @@ from precision_scope._ledger import ledger
 # Isolation changes what these test (conflicts), or nothing in it, or they take long.
 NOT_ISOLATED = (
     "test_command_line.py",
+    "test_compile_inside.py",
     "test_conflicts.py",
     "test_covering_scopes.py",
     "test_documentation.py",
+    "test_dynamo.py",
     "test_examples.py",
     "test_isolation.py",
     "test_processes.py",

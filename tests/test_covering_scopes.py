@@ -308,4 +308,5 @@ def test_distributed_data_parallel() -> None:
             print(first[1], second[1], first[2] == second[2])
         """
     )
-    assert printed == f"{['medium'] * 3} {['medium'] * 3} True\n"
+    # Some versions of torch print how the ranks are connected, too.
+    assert printed.splitlines()[-1] == f"{['medium'] * 3} {['medium'] * 3} True"

@@ -23,6 +23,24 @@ backward() inside the scope:
   forward at medium
   backward at medium
 """,
+    "compiled_functions.py": """\
+forward and backward in a scope at highest:
+  forward is compiled with TF32 off
+  forward runs, compiled with TF32 off, called with TF32 off
+  backward is compiled with TF32 off
+  backward runs, compiled with TF32 off, called with TF32 off
+forward and backward in a scope at high:
+  forward is compiled with TF32 on
+  forward runs, compiled with TF32 on, called with TF32 on
+  backward is compiled with TF32 on
+  backward runs, compiled with TF32 on, called with TF32 on
+forward and backward in a scope at medium:
+  forward runs, compiled with TF32 on, called with TF32 on
+  backward runs, compiled with TF32 on, called with TF32 on
+forward in a scope at high, backward outside:
+  forward runs, compiled with TF32 on, called with TF32 on
+  backward runs, compiled with TF32 on, called with TF32 off
+""",
     "optional_setting.py": """\
 the caller's choice:
   the library computes at high

@@ -28,7 +28,9 @@ def run(program: str, **environment: str) -> str:
             timeout=240,
             env={**os.environ, **environment},
         )
-    assert (result.returncode, result.stderr) == (0, "")
+    # Some versions of torch say so when inductor is imported.
+    complaints = [line for line in result.stderr.splitlines() if "No CUDA runtime is found" not in line]
+    assert (result.returncode, complaints) == (0, [])
     return result.stdout
 
 
@@ -277,6 +279,7 @@ sys.path.insert(0, {tests!r})
 import torch
 import watch
 warnings.simplefilter("ignore", DeprecationWarning)
+warnings.simplefilter("ignore", FutureWarning)
 watch.install()
 from precision_scope import enable_isolation, matmul_precision
 a, b = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
@@ -300,8 +303,6 @@ def test_compiled_products_take_the_gate(backend: str, when: str) -> None:
                 compiled(a, b)
                 enable_isolation()
             for level in ("medium", "highest", "high", "medium"):
-                with matmul_precision(level):
-                    compiled(a, b).sum().backward()  # compiles, which in torch before 2.9 sets a level
                 with watch.watching() as seen, matmul_precision(level):
                     result = compiled(a, b)
                     forward = len(seen)

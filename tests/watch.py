@@ -11,6 +11,7 @@ import torch
 from flags import HAS_CELLS
 
 from precision_scope import _torch_api
+from precision_scope._dynamo import hide
 
 
 class Flags(NamedTuple):
@@ -72,7 +73,7 @@ def install() -> None:
             _seen.append(Product(name, threading.get_ident(), before, flags()))
             return result
 
-        return watched
+        return hide(watched)
 
     _torch_api.redispatcher = redispatcher
 

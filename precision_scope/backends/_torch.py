@@ -49,6 +49,22 @@ class TorchFlags(Backend):
     def coming_default(self, level: Float32MatmulPrecision) -> None:
         """Hear of the default that is to be set when the last scope has ended."""
 
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Wait until no product has the flags otherwise than the ledger does, and keep it so."""
+        return contextlib.nullcontext()
+
+    def cuda_settings(self) -> tuple[str, ...]:
+        """Return all that CUDA can be set to, what it is set to now first."""
+        return api.get_legacy_value(), "highest", "high"
+
+    def set_cuda(self, setting: str) -> None:
+        """Set how CUDA multiplies, and maybe more."""
+        api.set_legacy_value(setting)
+
+    def restore_cuda(self, saved: Any) -> None:
+        """Undo that."""
+        api.set_legacy_value(saved)
+
     def describe(self) -> dict[str, str]:
         return {
             "float32_matmul_precision": _reading(api.get_legacy_value),
@@ -189,6 +205,15 @@ class TorchCells(TorchFlags):
             _set_parents(parents)
         elif api.get_cell("cuda", "matmul") != cuda or api.get_cell("mkldnn", "matmul") != cpu:
             _set_parents((_NONE, _NONE, _NONE))  # somebody wrote to one inside the scope
+
+    def cuda_settings(self) -> tuple[str, ...]:
+        return api.get_cell("cuda", "matmul"), "ieee", "tf32", _NONE
+
+    def set_cuda(self, setting: str) -> None:
+        api.set_cell("cuda", "matmul", setting)
+
+    def restore_cuda(self, saved: Any) -> None:
+        api.set_cell("cuda", "matmul", saved[1])
 
     def describe(self) -> dict[str, str]:
         cells = {"float32_matmul_precision": _reading(api.get_legacy_value)}
