@@ -416,12 +416,13 @@ def level_of(name: str) -> str:
 def test_a_scope_inside(function: Callable[[torch.Tensor], torch.Tensor], backend: str) -> None:
     """Every operator runs at the level of its place, on every call, and nothing is left.
 
-    Calls 4 and 5 bring another shape, so that torch compiles again.
+    Calls 4 and 5 bring another shape, so that torch compiles again. What forgets
+    compiled code is the same for each backend, and tried with one.
     """
     graphs = Graphs(backend)
     compiled = torch.compile(function, backend=graphs)
     before = state()
-    for _ in range(2):
+    for _ in range(2 if backend == "eager" else 1):
         for call in range(1, 6):
             x = torch.rand(3 if call < 4 else 5, 4)
             with looking() as expected, matmul_precision(OUTER):
