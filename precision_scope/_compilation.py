@@ -68,11 +68,10 @@ def _put_right(flags: object, held: tuple[object, ...], level: Float32MatmulPrec
         level: The level that scopes had in force then.
     """
     now = ledger.level()
-    if ledger.applied.saved is held and now is level:
-        TORCH_FLAGS.restore_cuda(flags)
-    elif now is not None:
+    changed = ledger.applied.saved is not held or now is not level
+    if changed and now is not None:
         ledger.applied.torch_flags.apply(now)
-    elif held:
+    elif changed and held:
         ledger.applied.torch_flags.restore(held[0])
     else:
         TORCH_FLAGS.restore_cuda(flags)

@@ -20,7 +20,6 @@ from typing import Any, Final
 import torch
 
 from precision_scope import _torch_autograd as autograd
-from precision_scope._dynamo import hide
 from precision_scope._entries import (
     ASKS_NOTHING,
     ENDED,
@@ -114,7 +113,6 @@ def tag(node: Any, rank: int) -> bool:
     return True
 
 
-@hide
 def _record_in_backward(_gradients: Any) -> None:
     """Tag what a custom node's own code records; autograd undoes this after the node."""
     autograd.record_operators(True)

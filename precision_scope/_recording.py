@@ -155,7 +155,6 @@ def _tag_recorded(outputs: Any, inputs: Any, first: int, rank: int) -> None:
                 nodes += [earlier for earlier, _ in node.next_functions]
 
 
-@hide
 def _tag_custom_node(node: Any) -> None:
     """Have the node of a custom function tagged."""
     rank = rank_to_record()
@@ -163,7 +162,6 @@ def _tag_custom_node(node: Any) -> None:
         tag_soon(node, rank)
 
 
-@hide
 def _call_and_tag(script: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call what has nodes of its own, and tag them."""
     rank = rank_to_record()
@@ -174,14 +172,12 @@ def _call_and_tag(script: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return outputs
 
 
-@hide
 def _recompute_at_level(prepare: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
     """Have the function run again at the level of the call, whatever node needs its results."""
     rank = rank_to_record()
     return prepare(function if rank == ASKS_NOTHING else _in_scope(rank, function), *args, **kwargs)
 
 
-@hide
 def _run_pass_at_level(run: Callable[[], Any], records: bool) -> Any:
     """Run a backward pass, called inside a tagged node at the level of that node."""
     tag_unfinished()

@@ -6,12 +6,23 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from watch import Flags, flags
 
 from precision_scope import Float32MatmulPrecision, get_float32_matmul_precision
 
 BACKENDS = ("eager", "aot_eager", "inductor")
+
+TELLS_UNSET_FROM_HIGHEST = torch.__version__ >= "2.15"
+"""Whether a setting that was never made is to torch another one than that for float32."""
+
+MARKS = [
+    pytest.mark.usefixtures("without_compiled_code"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+"""For tests that compile."""
 
 
 class Look(NamedTuple):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import watch
 from flags import state
 
@@ -57,6 +58,14 @@ def uninterrupted_collections() -> Iterator[None]:
     callbacks, gc.callbacks[:] = gc.callbacks[:], []
     yield
     gc.callbacks[:] = callbacks
+
+
+@pytest.fixture
+def without_compiled_code() -> Iterator[None]:
+    """Begin and end without compiled code."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,12 @@ Dynamo notes a flag when it begins and sets it back when it has traced, much lat
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from compiled import Graphs, look, looking
+from compiled import MARKS, Graphs, look, looking
 from flags import reset, state
 from watch import flags, flags_at
 
@@ -24,21 +24,12 @@ from precision_scope import (
 from precision_scope._ledger import ledger
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    *MARKS,
     pytest.mark.filterwarnings("ignore::precision_scope.PrecisionConflictWarning"),
 ]
 
 TIMEOUT = 60
 GUARDS_CAN_BE_SEEN = hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")
-
-
-@pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    """Begin and end without compiled code."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def product(x: torch.Tensor) -> torch.Tensor:

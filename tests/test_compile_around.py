@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from compiled import BACKENDS, Graphs, look, looking
+from compiled import BACKENDS, MARKS, TELLS_UNSET_FROM_HIGHEST, Graphs, look, looking
 from flags import reset, state
 from torch._dynamo.utils import counters
 from watch import flags_at
 
 from precision_scope import get_float32_matmul_precision, matmul_precision, set_float32_matmul_precision
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = MARKS
 
 LEVELS = ("highest", "high", "medium", "high", "highest", "medium", "highest")
 W = torch.eye(4)
-
-TELLS_UNSET_FROM_HIGHEST = torch.__version__ >= "2.15"
 scoped = matmul_precision("medium")
 
 
 @pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    """Begin and end without compiled code and counted graph breaks."""
-    torch._dynamo.reset()
+def no_graph_breaks() -> None:
+    """Begin without counted graph breaks."""
     counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def product(x: torch.Tensor) -> torch.Tensor:

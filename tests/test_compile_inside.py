@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import BACKENDS, Graphs, look, looking
+from compiled import BACKENDS, MARKS, Graphs, look, looking
 from flags import state
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -28,18 +28,9 @@ scoped = matmul_precision(INNER)
 W = torch.eye(4)
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    *MARKS,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    """Begin and end without compiled code."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 # What each of these looks at begins with the level of its place: inside or outside.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import look, looking
+from compiled import MARKS, look, looking
 from flags import state
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -17,10 +17,7 @@ from watch import flags_at
 
 from precision_scope import PrecisionScopeError, matmul_precision
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = MARKS
 
 X = torch.eye(3)
 
@@ -168,7 +165,6 @@ def test_traces_without_a_level() -> None:
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_scope_is_not_exported(module: nn.Module, strict: bool) -> None:
     """torch.export says so, in either of its ways to record a program."""
-    torch._dynamo.reset()
     with pytest.raises((PrecisionScopeError, torch._dynamo.exc.Unsupported)) as raised:
         torch.export.export(module, (X,), strict=strict)
     if not strict:
@@ -219,7 +215,6 @@ def test_make_fx_while_another_thread_compiles() -> None:
 @pytest.mark.parametrize("strict", [True, False])
 def test_exports_without_a_level(strict: bool) -> None:
     """A scope around the export, or around the call of the program, is no part of it."""
-    torch._dynamo.reset()
     module = Plain() if not strict else nn.Linear(3, 3)
     with matmul_precision("medium"):
         program = torch.export.export(module, (X,), strict=strict).module()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
+from compiled import BACKENDS, MARKS
 from test_backward import Product, V, W, apply, covering, products_of_backward, two_products
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -14,21 +15,10 @@ from watch import flags_at, watching, wrong
 
 from precision_scope import get_float32_matmul_precision, matmul_precision
 
-BACKENDS = ("eager", "aot_eager", "inductor")
-
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    *MARKS,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    """Begin and end without compiled code."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

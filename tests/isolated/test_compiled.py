@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from compiled import BACKENDS, Graphs
+from compiled import BACKENDS, MARKS, TELLS_UNSET_FROM_HIGHEST, Graphs
 from flags import state
 from watch import flags, flags_at, watching, wrong
 
@@ -23,20 +23,11 @@ KNOWS_BACKENDS = torch.__version__ >= "2.13"
 LEVELS = ("medium", "highest", "high", None) if KNOWS_BACKENDS else ("medium", "high")
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    *MARKS,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
 A = torch.randn(16, 16)
-
-
-@pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    """Begin and end without compiled code."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def product(a: torch.Tensor) -> torch.Tensor:
@@ -125,8 +116,7 @@ def test_a_product_of_another_thread_while_guards_are_checked() -> None:
             compiled(A)
             thread.join(60)
         assert wrong(seen, None, main) == []
-    # torch 2.15 also tells a setting that was never made from one for float32.
-    assert len(graphs.all) == (3 if torch.__version__ >= "2.15" else 2)
+    assert len(graphs.all) == 2 + TELLS_UNSET_FROM_HIGHEST
     other = Graphs("eager")
     for level in ("highest", "high"):
         with matmul_precision(level):
