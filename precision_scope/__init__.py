@@ -8,6 +8,7 @@ from precision_scope._levels import Float32MatmulPrecision
 from precision_scope._process import get_float32_matmul_precision, set_float32_matmul_precision
 from precision_scope._report import report
 from precision_scope._scopes import matmul_precision
+from precision_scope.backends._registry import watch_for_backends
 
 FLOAT32_MATMUL_PRECISION = Float32MatmulPrecision
 """The RFC's name for :class:`Float32MatmulPrecision`."""
@@ -28,4 +29,5 @@ __all__ = [
 
 hide_package()
 watch_compilations()
+watch_for_backends()
 enable_if_environment_says_so()

@@ -36,6 +36,14 @@ def _apply_to_each(backends: tuple[Backend, ...], level: Float32MatmulPrecision)
         raise _failed(failures)
 
 
+def _is_among(backends: tuple[Backend, ...], backend: Backend) -> bool:
+    return any(backend is other for other in backends)  # never by their own idea of equality
+
+
+def _without(excluded: tuple[Backend, ...], backends: tuple[Backend, ...]) -> tuple[Backend, ...]:
+    return tuple(backend for backend in backends if not _is_among(excluded, backend))
+
+
 def _failed(failures: list[_Failure]) -> PrecisionScopeError:
     """Return the error that reports the failures, naming each backend."""
     message = "; ".join(
@@ -90,7 +98,7 @@ class Holding:
 
     Attributes:
         backends: Those that follow the live scopes, torch's flags first.
-        idle: The other registered ones, which may have become active.
+        idle: The others that may have become active.
         default: The process default to come when the last scope ends, if it
             was set while scopes were live.
         apply: Applies a level to all that are held, whichever fail.
@@ -105,11 +113,11 @@ class Holding:
     def __init__(
         self,
         held: tuple[Backend, ...],
-        registered: tuple[Backend, ...],
+        ready: tuple[Backend, ...],
         default: Float32MatmulPrecision | None = None,
     ) -> None:
         self.backends = held
-        self.idle = tuple(backend for backend in registered if not any(backend is other for other in held))
+        self.idle = _without(held, ready)
         self.default = default
         self.apply: Callable[[Float32MatmulPrecision], object]
         self.restore: Callable[..., BaseException | None]
@@ -126,6 +134,8 @@ class Applied:
 
     Attributes:
         backends: The registered backends.
+        awaiting: Those whose module nobody has imported yet.
+        ready: The others.
         holding: Which of them follow the live scopes.
         nothing_held: What ``holding`` is where no scope is live.
         torch_held: What it is where torch's flags alone are held, the usual case.
@@ -135,6 +145,10 @@ class Applied:
 
     def __init__(self, torch_flags: TorchFlags) -> None:
         self.torch_flags = torch_flags
+        self.awaiting: tuple[Backend, ...] = ()
+        # The process default if it has been set, and who was not there to get it.
+        self._default: Float32MatmulPrecision | None = None
+        self._missed_default: tuple[Backend, ...] = ()
         self.holding: Holding = Holding((), (torch_flags,))
         self._register((torch_flags,), (), ())
 
@@ -142,9 +156,10 @@ class Applied:
         self, backends: tuple[Backend, ...], held: tuple[Backend, ...], saved: tuple[object, ...]
     ) -> None:
         self.backends = backends
-        self.nothing_held = Holding((), backends)
-        self.torch_held = Holding((self.torch_flags,), backends)
-        holding = Holding(held, backends, self.holding.default) if held else self.nothing_held
+        self.ready = ready = _without(self.awaiting, backends)
+        self.nothing_held = Holding((), ready)
+        self.torch_held = Holding((self.torch_flags,), ready)
+        holding = Holding(held, ready, self.holding.default) if held else self.nothing_held
         # All or nothing.
         self.saved = saved
         self.holding = holding
@@ -164,12 +179,16 @@ class Applied:
             try:
                 if not backend.is_active():
                     continue
+            except Exception as error:
+                raise _failed([_Failure(backend, "be saved", error)]) from error
+            self._give_default(backend)
+            try:
                 state = backend.save()
             except Exception as error:
                 raise _failed([_Failure(backend, "be saved", error)]) from error
-            while any(backend is idle for idle in self.holding.idle):
+            while _is_among(self.holding.idle, backend):
                 before = self.holding
-                holding = Holding((*before.backends, backend), self.backends, before.default)
+                holding = Holding((*before.backends, backend), self.ready, before.default)
                 if self.holding is before:  # as above
                     # All or nothing.
                     self.saved = (*self.saved, state)
@@ -183,12 +202,13 @@ class Applied:
         """
         if self.saved:
             self.torch_flags.coming_default(level)
-            self.holding = Holding(self.holding.backends, self.backends, level)
+            self.holding = Holding(self.holding.backends, self.ready, level)
+            self._default, self._missed_default = level, _without(self.holding.backends, self.backends)
             return
         changed: list[Backend] = []
         saved: list[object] = []
         try:
-            for backend in self.backends:
+            for backend in self.ready:
                 try:
                     if backend.is_active():
                         saved.append(backend.save())
@@ -202,6 +222,27 @@ class Applied:
         except BaseException:
             _put_back(tuple(changed), None, *saved[: len(changed)])
             raise
+        self._default, self._missed_default = level, _without(tuple(changed), self.backends)
+
+    def _give_default(self, backend: Backend) -> None:
+        """Have a backend that has become active take on the default that was set before, or fail unchanged.
+
+        Unless other code has changed that since, on torch's flags alone.
+        """
+        if not _is_among(self._missed_default, backend):
+            return
+        default = self.default()
+        if default == self._default:
+            saved: tuple[object, ...] = ()
+            try:
+                saved = (backend.save(),)
+                backend.apply(default)
+            except BaseException as error:
+                _put_back((backend,) if saved else (), None, *saved)
+                if not isinstance(error, Exception):
+                    raise
+                raise _failed([_Failure(backend, f"be set to {default.value!r}", error)]) from error
+        self._missed_default = _without((backend,), self._missed_default)
 
     def default(self) -> Float32MatmulPrecision:
         """Return the level in force where no scope is live."""
@@ -223,19 +264,49 @@ class Applied:
         )
 
     def add(self, backend: Backend, level: Float32MatmulPrecision | None) -> None:
-        """Register a backend, and give it the level that live scopes have in force."""
+        """Register a backend.
+
+        It gets the level that live scopes have in force, or the default: now, or
+        when its module has been imported.
+        """
         if any(other.name == backend.name for other in self.backends):
             raise ValueError(f"a backend named {backend.name!r} is registered; unregister that one first")
+        if backend.module is not None:
+            self.awaiting = (*self.awaiting, backend)
+        self._missed_default = (*self._missed_default, backend)
         held, saved = self.holding.backends, self.saved
         self._register((*self.backends, backend), held, saved)
+        if backend.module is not None:
+            return
         try:
-            if level is not None:
-                self.hold_active().apply(level)
+            self._take_in(backend, level)
         except BaseException:
             added = self.holding.backends[len(held) :], self.saved[len(saved) :]
+            self._forget(backend)
             self._register(self.backends[:-1], held, saved)
             _put_back(added[0], None, *added[1])
             raise
+
+    def activate(self, backend: Backend, level: Float32MatmulPrecision | None) -> None:
+        """Take in a backend whose module has been imported."""
+        self.awaiting = _without((backend,), self.awaiting)
+        self._register(self.backends, self.holding.backends, self.saved)
+        self._take_in(backend, level)
+
+    def _take_in(self, backend: Backend, level: Float32MatmulPrecision | None) -> None:
+        if level is not None:
+            self.hold_active().apply(level)
+        elif self._default is not None and _is_among(self.ready, backend):
+            try:
+                active = backend.is_active()
+            except Exception as error:
+                raise _failed([_Failure(backend, "be asked whether it is active", error)]) from error
+            if active:
+                self._give_default(backend)
+
+    def _forget(self, backend: Backend) -> None:
+        self.awaiting = _without((backend,), self.awaiting)
+        self._missed_default = _without((backend,), self._missed_default)
 
     def remove(self, name: str) -> None:
         """Restore a backend and drop it."""
@@ -243,6 +314,7 @@ class Applied:
         if backend is None:
             names = ", ".join(repr(backend.name) for backend in self.backends[1:]) or "none"
             raise ValueError(f"cannot unregister a backend named {name!r}; those registered: {names}")
+        self._forget(backend)
         pairs = list(zip(self.holding.backends, self.saved, strict=True))
         kept = [pair for pair in pairs if pair[0] is not backend]
         self._register(

@@ -124,7 +124,7 @@ def _report_for_people(found: Report) -> str:
             (scope.level, f"thread {scope.thread}", "" if scope.task is None else f"task {scope.task}")
             for scope in found.scopes
         ],
-        **{f"backend {name}": list(cells.items()) for name, cells in found.backends.items()},
+        **{_title(name, found): list(cells.items()) for name, cells in found.backends.items()},
         "environment overrides": [
             (f"{name}={value}", OVERRIDES[name]) for name, value in found.environment.items()
         ],
@@ -136,6 +136,11 @@ def _report_for_people(found: Report) -> str:
     own_flags = ", ".join(f"{cell}={cells[cell]}" for cell in TORCH_FLAGS.convolution_and_rnn_cells)
     note = f"Convolutions and RNNs follow their own flags, whatever the level: {own_flags}."
     return "\n\n".join([*paragraphs, textwrap.fill(note, 88)])
+
+
+def _title(backend: str, found: Report) -> str:
+    level = found.disagreeing.get(backend)
+    return f"backend {backend}" + (f" (at {level.value}, not at {found.applied.value})" if level else "")
 
 
 def _measurements_for_people(found: Sequence[Measurement]) -> str:

@@ -11,13 +11,13 @@ them, and what it has written is undone before they are let go.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Generator
 
 from precision_scope._dynamo import announce_compilations
 from precision_scope._ledger import ledger
 from precision_scope._levels import Float32MatmulPrecision
 from precision_scope._locks import release_if_owned
+from precision_scope._warnings import warn
 from precision_scope.backends._torch import TORCH_FLAGS
 
 _PATIENCE = 10.0  # seconds
@@ -36,11 +36,9 @@ def _flags_held() -> Generator[bool]:
     try:
         locked = lock.acquire(timeout=_PATIENCE)
         if not locked:
-            warnings.warn(
+            warn(
                 "a compilation by torch.compile no longer waits for a thread that enters or leaves a "
-                "precision scope; scopes of other threads may lose their effect",
-                RuntimeWarning,
-                stacklevel=2,
+                "precision scope; scopes of other threads may lose their effect"
             )
             yield False
             return

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from typing import TYPE_CHECKING
 
 from precision_scope._errors import PrecisionConflictWarning
+from precision_scope._warnings import warn
 
 if TYPE_CHECKING:
     from precision_scope._levels import Float32MatmulPrecision
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def warn_of_conflict(wanted: dict[Float32MatmulPrecision, Owner]) -> None:
-    """Warn, at the line of the program that uses the package.
+    """Warn, naming the levels.
 
     Args:
         wanted: An owner that asks for each of the levels.
@@ -24,20 +23,9 @@ def warn_of_conflict(wanted: dict[Float32MatmulPrecision, Owner]) -> None:
     """
     levels = sorted(wanted, key=lambda level: level.rank)
     asked = " and ".join(f"{level.value!r} ({wanted[level]})" for level in levels)
-    warnings.warn(
+    warn(
         f"scopes that are live at the same time ask for {asked}. PyTorch has one float32 matmul "
         f"precision for the whole process; it now is the strictest of these, {levels[0].value!r}. "
         "Call precision_scope.enable_isolation() at start-up to give each thread and task its own.",
         PrecisionConflictWarning,
-        stacklevel=_stacklevel(),
     )
-
-
-def _stacklevel() -> int:
-    """Return the level, as our caller's warning counts, of the first frame outside the package."""
-    frame = inspect.currentframe()
-    level = 0
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("precision_scope"):
-        frame = frame.f_back
-        level += 1
-    return level

@@ -30,6 +30,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from precision_scope._applied import Applied
@@ -68,6 +69,9 @@ class ScopeKey:
         ledger.end_soon(self)
 
 
+_NOTHING: Final = ScopeKey()  # of no scope
+
+
 class _Orphan(Entry):
     """A live entry whose thread or task is gone.
 
@@ -99,6 +103,7 @@ class Ledger:
         tip: The innermost entry of a plain stack; GENERAL in the general form.
         over_and_done: What finalisers have found to be over. They must not
             wait for the lock: whoever holds it sees to these after releasing it.
+        at_first_use: What is to be called when the package is next used.
     """
 
     __slots__ = (
@@ -107,6 +112,7 @@ class Ledger:
         "_orphans",
         "_warned",
         "applied",
+        "at_first_use",
         "lock",
         "over_and_done",
         "tip",
@@ -123,6 +129,7 @@ class Ledger:
         self._counts = [0] * (ENDED + 1)
         self._warned = False
         self.over_and_done: deque[Owner | ScopeKey | Entry] = deque()
+        self.at_first_use: Callable[[], object] | None = None
 
     # Entering and leaving, where the ledger is no plain stack or ceases to be.
 
@@ -308,7 +315,7 @@ class Ledger:
         """Return the level in force where no scope is live."""
         with self.lock:
             default = self.applied.default()
-        self.see_to_the_rest()
+        self._end_what_is_over()
         return default
 
     @property
@@ -375,7 +382,7 @@ class Ledger:
             live = [
                 (LEVELS[entry.rank], entry.owner) for entry in self._all_live() if entry.rank < ASKS_NOTHING
             ]
-        self.see_to_the_rest()
+        self._end_what_is_over()
         return live
 
     # Backends.
@@ -386,6 +393,12 @@ class Ledger:
             self.applied.add(backend, self.level())
         self.see_to_the_rest()
 
+    def activate_backend(self, backend: Backend) -> None:
+        """Take in a backend whose module has been imported."""
+        with self.lock:
+            self.applied.activate(backend, self.level())
+        self.see_to_the_rest()
+
     def remove_backend(self, name: str) -> None:
         """Restore a backend and drop it."""
         with self.lock:
@@ -393,18 +406,40 @@ class Ledger:
         self.see_to_the_rest()
 
     def backends(self) -> tuple[Backend, ...]:
-        """Return the registered backends, torch's flags first."""
-        return self.applied.backends
+        """Return the backends, torch's flags first, but those whose module nobody has imported yet."""
+        return self.applied.ready
 
     # What threads, tasks, finalisers and processes leave behind.
 
     def end_soon(self, what: Owner | ScopeKey | Entry) -> None:
         """End what is over, without waiting: now, or when the lock is released."""
         self.over_and_done.append(what)
-        self.see_to_the_rest()
+        self._end_what_is_over()
+
+    def call_at_first_use(self, call: Callable[[], object]) -> None:
+        """Have a function called, without the lock, when the package is next used; again if it fails."""
+        self.at_first_use = call
+        self.over_and_done.append(_NOTHING)  # where entering a scope looks
 
     def see_to_the_rest(self) -> None:
-        """End what finalisers have found to be over, unless the lock is taken."""
+        """End what finalisers have found to be over, unless the lock is taken.
+
+        The first time, also do what is to be done when the package is first used.
+        """
+        self._end_what_is_over()
+        if self.at_first_use is not None and not self.lock._is_owned():  # type: ignore[attr-defined]
+            call = None
+            try:
+                with self.lock:
+                    call, self.at_first_use = self.at_first_use, None
+                if call is not None:
+                    call()
+            except BaseException:
+                if call is not None:
+                    self.call_at_first_use(call)
+                raise
+
+    def _end_what_is_over(self) -> None:
         while self.over_and_done:
             try:
                 locked = self.lock.acquire(blocking=False)
@@ -416,6 +451,8 @@ class Ledger:
             if not locked:
                 return
             self.lock.release()
+        if self.at_first_use is not None:
+            self.over_and_done.append(_NOTHING)
 
     def _end_over(self, what: Owner | ScopeKey | Entry) -> None:
         try:

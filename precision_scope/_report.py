@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from precision_scope._ledger import ledger
+from precision_scope._levels import parse_level
 from precision_scope._process import get_float32_matmul_precision
+from precision_scope.backends._torch import TORCH_FLAGS, TorchFlags
 
 if TYPE_CHECKING:
     from precision_scope._levels import Float32MatmulPrecision
@@ -56,6 +59,9 @@ class Report:
             torch's are those of convolutions and RNNs, which follow their own
             settings and no level. A backend that fails has its error as its
             only cell.
+        disagreeing: Those of them whose setting amounts to another level than
+            ``applied``, with that level. A backend may not say what its setting
+            amounts to.
         scopes: The live scopes of all threads and tasks, in the order of entering.
         isolation: Whether each product runs at the level of its own context.
         environment: Those environment variables that are set and override what
@@ -78,6 +84,7 @@ class Report:
     default: Float32MatmulPrecision
     applied: Float32MatmulPrecision
     backends: dict[str, dict[str, str]]
+    disagreeing: dict[str, Float32MatmulPrecision]
     scopes: tuple[ScopeReport, ...]
     isolation: bool
     environment: dict[str, str]
@@ -97,6 +104,7 @@ class Report:
             "default": self.default.value,
             "applied": self.applied.value,
             "backends": {name: dict(cells) for name, cells in self.backends.items()},
+            "disagreeing": {name: level.value for name, level in self.disagreeing.items()},
             "scopes": [
                 {"level": scope.level.value, "thread": scope.thread, "task": scope.task}
                 for scope in self.scopes
@@ -128,28 +136,35 @@ def report() -> Report:
     """
     # A signal handler can call in the middle of an entry, before the flags follow.
     settled = not ledger.lock._is_owned()  # type: ignore[attr-defined]
+    with contextlib.suppress(Warning):  # that an installed backend is broken, made an error
+        ledger.see_to_the_rest()
     # One moment of the ledger; and backends are called one at a time.
     with ledger.lock:
         wanted = get_float32_matmul_precision()
         default = ledger.default()
         in_force = ledger.level()
         live = ledger.live_scopes()
-        backends = {
-            backend.name: cells
-            for backend in ledger.backends()
-            if (cells := _cells_if_active(backend)) is not None
-        }
+        applied = in_force or default
         changed_by_others = (
             settled and in_force is not None and not ledger.applied.torch_flags.is_at(in_force)
         )
+        backends: dict[str, dict[str, str]] = {}
+        levels: dict[str, Float32MatmulPrecision | None] = {}
+        for backend in ledger.backends():
+            cells, level = _look_at(backend)
+            if cells is not None:
+                backends[backend.name], levels[backend.name] = cells, level
+        if changed_by_others:
+            levels[TORCH_FLAGS.name] = TORCH_FLAGS.current_level()
     ledger.see_to_the_rest()
     # Outside: names need locks of threading's, which a finaliser may hold that waits for the ledger's.
     scopes = tuple(ScopeReport(level, *owner.names()) for level, owner in live)
     return Report(
         wanted=wanted,
         default=default,
-        applied=in_force or default,
+        applied=applied,
         backends=backends,
+        disagreeing={name: level for name, level in levels.items() if level not in (None, applied)},
         scopes=scopes,
         isolation=ledger.isolated,
         environment={name: value for name in OVERRIDES if (value := os.environ.get(name)) is not None},
@@ -157,11 +172,15 @@ def report() -> Report:
     )
 
 
-def _cells_if_active(backend: Backend) -> dict[str, str] | None:
-    """Return what a backend says of its setting or of its failure; None if it is not in use."""
+def _look_at(backend: Backend) -> tuple[dict[str, str] | None, Float32MatmulPrecision | None]:
+    """Return a backend's setting, or its failure, and its level; None if it is not in use."""
     try:
         if not backend.is_active():
-            return None
-        return {str(cell): str(value) for cell, value in backend.describe().items()}
+            return None, None
+        # What torch's flags are at counts only if others have changed them.
+        level = None if isinstance(backend, TorchFlags) else backend.current_level()
+        if level is not None:
+            level = parse_level(level)
+        return {str(cell): str(value) for cell, value in backend.describe().items()}, level
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": f"{type(error).__name__}: {error}"}, None

@@ -8,6 +8,7 @@ value of ``torch.set_float32_matmul_precision``, a table of cells keyed by
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from contextvars import Context, copy_context
 from typing import Any, Final
@@ -125,17 +126,51 @@ def register_for_every_device(kernels: dict[str, Callable[..., Any]]) -> list[An
     Returns:
         What keeps them registered.
     """
+    return _register("BackendSelect", kernels)
+
+
+def _register(key: str, kernels: dict[str, Callable[..., Any]]) -> list[Any]:
     libraries: dict[str, Any] = {}
     try:
         for name, kernel in kernels.items():
             namespace, operator = name.split("::")
-            library = library_of(namespace, libraries)
-            library.impl(operator, kernel, "BackendSelect", with_keyset=True)
+            library_of(namespace, libraries).impl(operator, kernel, key, with_keyset=True)
     except BaseException:
         for library in libraries.values():
             library._destroy()
         raise
     return list(libraries.values())
+
+
+def replace_kernels(
+    device: str, around: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
+) -> bool:
+    """Replace a device's kernels of some operators, for as long as the process lives.
+
+    Args:
+        device: The name of its dispatch key.
+        around: By the operator's name, what makes its new kernel, given the
+            present one. Both are called with the dispatch keys and the
+            operator's arguments.
+
+    Returns:
+        Whether it has. Torch does not hand out its kernels before 2.9, and lets
+        each be replaced once.
+    """
+    get_kernel = getattr(torch.library, "get_kernel", None)
+    if get_kernel is None:
+        return False
+    kernels = {name: make(get_kernel(name, device).call_boxed) for name, make in around.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        try:
+            _kept.extend(_register(device, kernels))
+        except RuntimeError:  # other code has replaced one
+            return False
+    return True
+
+
+_kept: list[Any] = []  # libraries, which would take their kernels back
 
 
 running_node: Callable[[], Any] = _C._current_autograd_node

@@ -7,6 +7,8 @@ the tests in ``isolated/`` need it, and most others must pass with it as well.
 from __future__ import annotations
 
 import gc
+import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 import watch
 from flags import state
+from lowering import Xla, prepare
 
 from precision_scope import enable_isolation
 from precision_scope._ledger import ledger
@@ -71,9 +74,33 @@ def without_compiled_code() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_leak() -> Iterator[None]:
     """Fail the test that leaves a scope live or the float32 matmul state changed."""
+    ledger.see_to_the_rest()  # the package's first use is not the test's
     before = state()
     yield
+    ledger.applied._default = None  # later tests register backends, which would get it
     if ledger.live_scopes():
         gc.collect()
     assert ledger.live_scopes() == []
     assert state() == before
+
+
+@pytest.fixture(scope="session")
+def _torch_xla(tmp_path_factory: pytest.TempPathFactory) -> Xla:
+    if importlib.util.find_spec("torch_xla") is None:
+        pytest.skip("torch_xla is not installed")
+    if not hasattr(torch.library, "get_kernel"):
+        pytest.skip("before torch 2.9 products cannot be marked")
+    os.environ.update(prepare(tmp_path_factory.mktemp("hlo")))
+    import torch_xla  # noqa: F401, PLC0415 -- late, for the tests that need it
+
+    return Xla()
+
+
+@pytest.fixture
+def xla(_torch_xla: Xla) -> Iterator[Xla]:
+    """Begin with nothing recorded; fail the test that leaves torch_xla's setting changed."""
+    _torch_xla.module.sync()
+    _torch_xla.compiled()
+    before = _torch_xla.setting()
+    yield _torch_xla
+    assert _torch_xla.setting() == before

@@ -96,6 +96,13 @@ def test_the_report_shows_every_cell_of_every_backend(capsys: pytest.CaptureFixt
     assert block_of(output, "backend torch") == [[cell, value] for cell, value in cells.items()]
 
 
+def test_the_report_says_which_backend_disagrees(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its title has the level that it is at."""
+    with matmul_precision("high"):
+        torch.set_float32_matmul_precision("medium")
+        assert block_of(output_of(capsys), "backend torch (at medium, not at high)")
+
+
 def test_the_report_aligns_its_columns(capsys: pytest.CaptureFixture[str]) -> None:
     """The values of a block stand below one another."""
     cells = report().backends["torch"]

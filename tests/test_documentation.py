@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
 import pkgutil
 import re
 import subprocess
@@ -57,14 +58,29 @@ def readme_blocks() -> list[tuple[str, str]]:
     return re.findall(pattern, README.read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.mark.parametrize("block", range(len(readme_blocks())))
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(i, id=f"jax{i}" if "import jax" in code else str(i))
+        for i, (code, _) in enumerate(readme_blocks())
+    ],
+)
 def test_readme_code_prints_what_the_readme_shows(block: int) -> None:
     """A Python block of the README runs by itself and prints the block below it."""
     code, output = readme_blocks()[block]
+    if "import jax" in code and importlib.util.find_spec("jax") is None:
+        pytest.skip("JAX is not installed")
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300
     )
     assert (result.stdout, result.stderr) == (output, "")
+
+
+def test_the_readme_shows_the_plug_in_that_is_an_example() -> None:
+    """Word for word, so that what is tested is what people copy."""
+    example = (README.parent / "examples" / "jax_backend.py").read_text(encoding="utf-8")
+    _, _, code = example.split('"""', 2)
+    assert code.strip() in README.read_text(encoding="utf-8")
 
 
 def test_public_names_have_documentation() -> None:

@@ -439,6 +439,59 @@ def test_a_report_is_of_one_moment() -> None:
     assert not any(record.changed_by_others for record in found)
 
 
+# Backends that are at another level.
+
+
+class Telling(Plugin):
+    """One that says what its setting amounts to."""
+
+    def current_level(self) -> Float32MatmulPrecision | None:
+        """Return its level, if its setting is one."""
+        return Float32MatmulPrecision(self.level) if self.level != "unset" else None
+
+
+def test_a_backend_that_is_at_another_level_disagrees() -> None:
+    """Because it came with that, or other code has changed it; one that does not say cannot."""
+    telling, silent = Telling("telling"), Plugin("silent")
+    with registered(telling), registered(silent):
+        assert report().disagreeing == {}
+        telling.level = silent.level = "medium"
+        assert report().disagreeing == {"telling": "medium"}
+        with matmul_precision("high"):
+            assert report().disagreeing == {}
+            telling.level = silent.level = "highest"
+            assert report().disagreeing == {"telling": "highest"}
+            assert report().to_dict()["disagreeing"] == {"telling": "highest"}
+        assert report().disagreeing == {"telling": "medium"}
+
+
+def test_torch_at_another_level_disagrees() -> None:
+    """Inside a scope, where other code has set it."""
+    with matmul_precision("high"):
+        torch.set_float32_matmul_precision("medium")
+        assert report().disagreeing == {"torch": "medium"}
+        torch.set_float32_matmul_precision("high")
+        assert report().disagreeing == {}
+
+
+def test_a_backend_that_fails_to_tell_its_level_shows_its_error() -> None:
+    """As if it had failed to describe itself; and so does one that tells no level."""
+
+    class Broken(Plugin):
+        def current_level(self) -> Float32MatmulPrecision | None:
+            raise OSError("driver is gone")
+
+    class Strange(Plugin):
+        def current_level(self) -> Float32MatmulPrecision | None:
+            return "fast"  # type: ignore[return-value]  # on purpose
+
+    with registered(Broken("broken")), registered(Strange("strange")):
+        found = report()
+    assert found.backends["broken"] == {"error": "OSError: driver is gone"}
+    assert "got 'fast'" in found.backends["strange"]["error"]
+    assert found.disagreeing == {}
+
+
 # The record.
 
 
