@@ -10,7 +10,6 @@ import functools
 import inspect
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Generator, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol, TypeVar
@@ -18,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from precision_scope._imports import when_imported
+from precision_scope._warnings import warn
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -107,7 +107,15 @@ def _say_so_once() -> None:
             f"precision_scope does not know the Dynamo of torch {torch.__version__}: "
             "scopes in compiled functions, and while other threads compile, may have no effect"
         )
-        warnings.warn(_said[0], RuntimeWarning, stacklevel=3)
+        warn(_said[0])
+
+
+def _count_as_compiled() -> None:
+    """Have a call with fullgraph=True that runs no compiled code be no error, as it is from torch 2.13 on."""
+    set_count = getattr(_C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", None)
+    if set_count is not None:
+        count = set_count(-1)  # which is also what it is where nobody counts
+        set_count(count + 1 if count >= 0 else count)
 
 
 class Compilation(Protocol):
@@ -197,6 +205,7 @@ def _watch(make: Callable[[], Compilation], convert_frame: Any) -> None:
 
         with _announced(make) as compilation:
             if not compilation.begin(is_compiled, note):
+                _count_as_compiled()
                 skip = _C._dynamo.eval_frame._FrameAction.SKIP
                 strategy = _C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
                 return convert_frame.ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)

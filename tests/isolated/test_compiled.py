@@ -14,6 +14,7 @@ from flags import state
 from watch import flags, flags_at, watching, wrong
 
 from precision_scope import matmul_precision
+from precision_scope._compilation import _Compilation
 from precision_scope._gate import Gate
 from precision_scope._ledger import ledger
 
@@ -87,6 +88,18 @@ def test_threads_at_their_own_levels(where: str, backend: str) -> None:
     for thread, level in found.items():
         assert wrong(seen, level, thread) == []
     assert state() == before
+
+
+def test_a_call_that_is_not_compiled_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is to be one graph."""
+    graphs = Graphs("eager")
+    compiled = torch.compile(product, backend=graphs, fullgraph=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(_Compilation, "_choose", lambda *_: False)
+        torch.testing.assert_close(compiled(A), product(A))
+    assert graphs.all == []
+    compiled(A)
+    assert len(graphs.all) == 1
 
 
 @pytest.mark.skipif(not KNOWS_BACKENDS, reason="this torch does not say for which backend it has compiled")
