@@ -154,7 +154,7 @@ class Scopes(RuleBasedStateMachine):
 
 
 TestScopes = Scopes.TestCase
-TestScopes.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+TestScopes.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 
 
 # (level, fails, writes inside, programs inside)
