@@ -259,7 +259,7 @@ LONG = 20 if os.environ.get("PRECISION_SCOPE_LONG") else 1
 
 TestConcurrency = Concurrency.TestCase
 TestConcurrency.settings = settings(
-    max_examples=200 * LONG,
+    max_examples=120 * LONG,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -99,7 +99,7 @@ def test_an_interrupt_at_any_moment_leaves_no_trace(
     which = getattr(signal, timer)
     number = signal.SIGALRM if timer == "ITIMER_REAL" else signal.SIGVTALRM
     # A virtual timer ticks with the kernel's clock, a real one as asked.
-    hits = 2000 if timer == "ITIMER_REAL" else 50
+    hits = 1000 if timer == "ITIMER_REAL" else 50
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise error

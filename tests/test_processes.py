@@ -120,7 +120,7 @@ def test_forks_while_other_threads_are_inside_scopes_and_inside_the_critical_sec
     for thread in threads:
         thread.start()
     try:
-        for _ in range(50):
+        for _ in range(35):
             assert in_a_fork(look) == ("highest", "highest", [])
             with matmul_precision("medium"):
                 assert in_a_fork(look) == ("medium", "medium", ["medium"])
