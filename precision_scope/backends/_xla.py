@@ -138,9 +138,9 @@ class Xla(Backend):
             self._marks = (*_MARKS[:2], 0)
         if self._marks_products:
             api.pass_context_to_backward(top.get)
-        if _runs():
-            for index in range(len(_xla()._xla_get_devices())):
-                self._recorded[index] = _SETTINGS.index(setting), threading.get_ident()
+            if _runs():
+                for index in range(len(_xla()._xla_get_devices())):
+                    self._recorded[index] = _SETTINGS.index(setting), threading.get_ident()
 
     def _cut_off(self, rank: int) -> None:
         """Have lowered and started, at the setting in force, what must not be at another one.
