@@ -522,7 +522,7 @@ def test_a_wrong_module_is_refused(wrong: object) -> None:
     assert "wrong" not in [backend.name for backend in ledger.applied.backends]
 
 
-def test_registering_in_threads_while_scopes_are_live() -> None:
+def test_registering_in_threads_while_scopes_are_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes when, all are at the level in force, and get back what they held."""
     backends = [Follower(None, f"number {number}") for number in range(8)]
     stop = threading.Event()
@@ -543,7 +543,7 @@ def test_registering_in_threads_while_scopes_are_live() -> None:
         except BaseException as error:
             failures.append(error)
 
-    ledger._warned, warned = True, ledger._warned
+    monkeypatch.setattr(ledger, "_warned", True)
     with matmul_precision("high"):
         busy = threading.Thread(target=enter_and_leave)
         busy.start()
@@ -554,5 +554,4 @@ def test_registering_in_threads_while_scopes_are_live() -> None:
             thread.join()
         stop.set()
         busy.join()
-    ledger._warned = warned
     assert failures == []

@@ -64,7 +64,7 @@ def test_a_scope_inside_of_compiled_code(xla: Xla) -> None:
         assert xla.compiled() == (["highest", "default"] if call == 0 else [])
 
 
-def test_threads_that_disagree(xla: Xla) -> None:
+def test_threads_that_disagree(xla: Xla, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one compiles for less than the process runs at is not used for the other."""
     compiled = torch.compile(lambda a: a @ a, backend="openxla")
     a = xla.tensor(31, 31)
@@ -77,7 +77,7 @@ def test_threads_that_disagree(xla: Xla) -> None:
             entered.set()
             left.wait(60)
 
-    ledger._warned, warned = True, ledger._warned
+    monkeypatch.setattr(ledger, "_warned", True)
     thread = threading.Thread(target=stay_inside)
     thread.start()
     entered.wait(60)
@@ -89,5 +89,4 @@ def test_threads_that_disagree(xla: Xla) -> None:
         compiled(a).cpu()
     left.set()
     thread.join()
-    ledger._warned = warned
     assert xla.compiled() == ["highest"]

@@ -447,7 +447,7 @@ def test_its_setter_writes_nothing(xla: Xla, caplog: pytest.LogCaptureFixture) -
     assert not caplog.records
 
 
-def test_threads_with_a_device_each(xla: Xla) -> None:
+def test_threads_with_a_device_each(xla: Xla, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets at least the level that it asks for, while the other enters and leaves scopes.
 
     That is how torch_xla uses threads; it fails where they share a device.
@@ -469,7 +469,7 @@ def test_threads_with_a_device_each(xla: Xla) -> None:
         except Exception as error:
             failures.append(error)
 
-    ledger._warned, warned = True, ledger._warned
+    monkeypatch.setattr(ledger, "_warned", True)
     threads = [threading.Thread(target=work, args=[f"xla:{index}"]) for index in range(2)]
     for thread in threads:
         thread.start()
@@ -477,7 +477,6 @@ def test_threads_with_a_device_each(xla: Xla) -> None:
     stop.set()
     for thread in threads:
         thread.join()
-    ledger._warned = warned
     assert failures == []
     for marks, settings in xla.marked():
         for rank, setting in enumerate(SETTINGS.values()):
