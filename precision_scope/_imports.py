@@ -1,21 +1,27 @@
-"""Acting when somebody else imports a module, without importing it."""
+"""Acting when somebody else imports a module, without importing it.
+
+Python can be made to import this one before all others, so it needs no module
+that Python itself does not need to start.
+"""
 
 from __future__ import annotations
 
-import importlib.abc
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+from _thread import _local  # pyright: ignore[reportPrivateUsage]
 
-_bootstrap: Any = sys.modules["importlib._bootstrap"]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+_bootstrap: Any = sys.modules["_frozen_importlib"]
 
 _waiting: dict[str, list[Callable[[ModuleType], object]]] = {}
 
 
-class _Looking(threading.local):
+class _Looking(_local):
     def __init__(self) -> None:
         self.names: set[str] = set()
 
@@ -23,7 +29,7 @@ class _Looking(threading.local):
 _looking = _Looking()
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder:
     """Finds nothing itself, but has the modules that are waited for announced."""
 
     def find_spec(

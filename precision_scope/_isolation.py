@@ -30,9 +30,9 @@ def enable_isolation() -> None:
     second call does nothing. Call it when the program starts: products that
     run in other threads at that moment do not take part. It can be called from
     any thread, also inside scopes. The environment variable
-    ``PRECISION_SCOPE_ISOLATION=1`` has the same effect when the package is
-    imported, also in spawned processes; ``0`` and the empty string are no, and
-    with anything else the import raises :class:`ValueError`.
+    ``PRECISION_SCOPE_ISOLATION=1`` has the same effect when a name is first
+    taken from the package, also in spawned processes; ``0`` and the empty string
+    are no, and with anything else that raises :class:`ValueError`.
 
     Raises:
         PrecisionScopeError: If this torch does not have what isolation is

@@ -31,6 +31,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from sys import is_finalizing
 from typing import TYPE_CHECKING, Final
 
 from precision_scope._applied import Applied
@@ -64,9 +65,11 @@ class ScopeKey:
     entries: int
     owed: int
     covers_backward: bool
+    python_ends = staticmethod(is_finalizing)  # here, since a module's globals may be None by then
 
     def __call__(self) -> None:
-        ledger.end_soon(self)
+        if not self.python_ends():
+            ledger.end_soon(self)
 
 
 _NOTHING: Final = ScopeKey()  # of no scope
@@ -82,7 +85,7 @@ class _Orphan(Entry):
     __slots__ = ()
 
     def __del__(self) -> None:
-        if self.rank != ENDED:
+        if self.rank != ENDED and not self.key.python_ends():
             ledger.end_soon(self)
 
 
@@ -279,13 +282,17 @@ class Ledger:
         try:
             self.check_conflict()
         except BaseException:
-            with self.lock:
-                if entry.rank != ENDED:
-                    if old == ASKS_NOTHING:
-                        self._enter_again(entry, old)
-                    else:
-                        self._change(entry, old)
+            self.set_back(entry, old)
             raise
+
+    def set_back(self, entry: Entry, rank: int) -> None:
+        """Have an entry ask again for what it asked before, unless it has ended."""
+        with self.lock:
+            if entry.rank != ENDED:
+                if ASKS_NOTHING in (entry.rank, rank):
+                    self._enter_again(entry, rank)
+                else:
+                    self._change(entry, rank)
 
     def _enter_again(self, entry: Entry, rank: int) -> None:
         """Have a live entry begin, or cease, to ask for a level."""
@@ -333,7 +340,7 @@ class Ledger:
         ):
             return
         with self.lock:
-            asking = [entry for entry in self._all_live() if entry.rank < ASKS_NOTHING and entry.covers == 0]
+            asking = [entry for entry in self.all_live() if entry.rank < ASKS_NOTHING and entry.covers == 0]
             wanted = {LEVELS[entry.rank]: entry.owner for entry in asking}
             if self._warned or len(wanted) < 2 or len({entry.owner for entry in asking}) < 2:
                 return
@@ -346,7 +353,8 @@ class Ledger:
 
     # Finding entries.
 
-    def _all_live(self) -> list[Entry]:
+    def all_live(self) -> list[Entry]:
+        """Return the live entries, in the order of entering."""
         with self.lock:
             tip = self.tip
             return _stack(tip) if tip is not GENERAL else [*self._live, *self._orphans]
@@ -361,7 +369,7 @@ class Ledger:
         # It was entered in another context: the newest, by choice of this owner
         # or of one that is gone; never somebody else's if ours has ended by itself.
         owner = current_owner()
-        found = [entry for entry in reversed(self._all_live()) if entry.key is key]
+        found = [entry for entry in reversed(self.all_live()) if entry.key is key]
         for entry in found:
             if entry.owner is owner or isinstance(entry, _Orphan):
                 return entry
@@ -380,7 +388,7 @@ class Ledger:
         """Return level and owner of each live scope, in the order of entering."""
         with self.lock:
             live = [
-                (LEVELS[entry.rank], entry.owner) for entry in self._all_live() if entry.rank < ASKS_NOTHING
+                (LEVELS[entry.rank], entry.owner) for entry in self.all_live() if entry.rank < ASKS_NOTHING
             ]
         self._end_what_is_over()
         return live
@@ -459,7 +467,7 @@ class Ledger:
             if isinstance(what, Owner):
                 self._forget(what)
             elif isinstance(what, ScopeKey):
-                for entry in self._all_live():
+                for entry in self.all_live():
                     if entry.key is what:
                         self.end(entry)
             else:
@@ -473,7 +481,7 @@ class Ledger:
 
     def _forget(self, owner: Owner) -> None:
         """Let go of the entries that an ended thread or task left live."""
-        left = [entry for entry in self._all_live() if entry.owner is owner]
+        left = [entry for entry in self.all_live() if entry.owner is owner]
         while left and self.tip is not GENERAL:
             self._generalise()
         for entry in left:
@@ -488,7 +496,7 @@ class Ledger:
     def after_fork_in_child(self) -> None:
         """End the scopes of threads that do not exist in this process."""
         try:
-            for entry in self._all_live():
+            for entry in self.all_live():
                 if entry.owner.is_here():
                     entry.owner = entry.owner.thread  # the loop runs no task here
                 else:

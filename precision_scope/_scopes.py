@@ -16,6 +16,7 @@ from precision_scope._ledger import GENERAL, ScopeKey, ledger
 from precision_scope._levels import LEVELS, Float32MatmulPrecision, level_error
 from precision_scope._locks import release_if_owned, wait_for
 from precision_scope._owners import owner_in, running_loop, this_thread
+from precision_scope._pickles import make_scope
 from precision_scope._torch_api import EXPORTING, compiler_flags, is_traced, running_pass
 
 if TYPE_CHECKING:
@@ -254,8 +255,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
             return functools.partial(matmul_precision, self._level, backward=True)
         return functools.partial(matmul_precision, self._level)
 
-    def __reduce__(self) -> tuple[Callable[[], matmul_precision], tuple[()]]:
-        return self._make(), ()
+    def __reduce__(self) -> tuple[Callable[..., matmul_precision], tuple[object, ...]]:
+        return make_scope, (self._level, self._key.covers_backward)
 
     def __repr__(self) -> str:
         backward = ", backward=True" if self._key.covers_backward else ""

@@ -202,10 +202,10 @@ def test_other_finders_of_modules() -> None:
                 return None
 
         sys.meta_path.insert(0, Old())
-        import precision_scope
+        from precision_scope import report
         for name in [name for name in sys.modules if name.startswith("precision_scope")]:
             del sys.modules[name]
-        import precision_scope
+        from precision_scope import report
         assert torch.equal(torch.compile(lambda x: x @ x, backend="eager")(torch.eye(2)), torch.eye(2))
         convert_frame = sys.modules["torch._dynamo.convert_frame"]
         assert convert_frame._compile.__wrapped__.__wrapped__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from types import ModuleType, NoneType
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,8 @@ def register_backend(backend: Backend) -> None:
         )
     if not isinstance(backend.module, (str, NoneType)):
         raise TypeError(f"module must be a module's name or None, got {type(backend.module).__name__}")
+    importlib.import_module("precision_scope._api")  # the package's own backends come first
+
     _ledger.ledger.add_backend(backend)
     if backend.module is None:
         return
