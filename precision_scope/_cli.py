@@ -1,7 +1,7 @@
 """The command line: what is on, and what each level does on this machine.
 
 A command is a function that takes the parsed arguments, prints its result, and
-raises whatever goes wrong.
+raises whatever goes wrong. None of this imports torch before it is needed.
 """
 
 from __future__ import annotations
@@ -10,23 +10,26 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
-import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from precision_scope._measure import LARGEST_SIZE, SMALLEST_SIZE, Measurement, measure
-from precision_scope._report import OVERRIDES, Report, report
-from precision_scope.backends._torch import TORCH_FLAGS
+from precision_scope._levels import Float32MatmulPrecision, parse_level
+from precision_scope._run import check, run, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
+
+
+_TOP = 20  # matrices of a checkpoint that fit on a screen
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+        self.exit(2, f"{self.prog}: error: {_harmless(' '.join(message.split()))}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,15 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     try:
-        arguments = parser.parse_args(argv)
-        arguments.command(arguments)
+        own = [*(sys.argv[1:] if argv is None else argv)]
+        program: list[str] = []
+        if own[:1] == ["run"]:
+            own[1:], program = split(own[1:])
+        arguments = parser.parse_args(own)
+        arguments.program = program
+        return arguments.command(arguments) or 0
     except KeyboardInterrupt:
         return 130  # as shells report a death by SIGINT
     except BrokenPipeError:
         return 141  # and by SIGPIPE
     except Exception as error:
         parser.error(str(error) or type(error).__name__)
-    return 0
 
 
 def _parser() -> _Parser:
@@ -72,13 +79,50 @@ def _parser() -> _Parser:
         "--size", type=_size, metavar="N", help="rows and columns of the matrices (default: by device)"
     )
     command.add_argument("--device", metavar="NAME", help="the device to measure (default: all)")
+    command.add_argument(
+        "--weights", type=Path, metavar="FILE", help="multiply the float32 matrices of a checkpoint instead"
+    )
+    command.add_argument(
+        "--top", type=_count, metavar="N", help=f"of these, show the N worst (default: {_TOP}; all in JSON)"
+    )
     # No default of its own, which would undo a --json before the command.
     command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     command.set_defaults(command=_show_measurements)
+
+    command = commands.add_parser(
+        "run",
+        help="run a program at a level",
+        usage="%(prog)s [-h] --level LEVEL [--force] (SCRIPT | -m MODULE | -c CODE | -) [ARGUMENT ...]",
+        description="Run a script, a module, code, or (-) standard input, and what it starts, at a level.",
+        allow_abbrev=False,
+    )
+    command.add_argument(
+        "--level", type=_level, required=True, metavar="LEVEL", help="highest, high or medium"
+    )
+    command.add_argument(
+        "--force", action="store_true", help="keep the level, whatever the program sets or scopes"
+    )
+    command.set_defaults(command=_run)
     return parser
 
 
+def _level(text: str) -> Float32MatmulPrecision:
+    try:
+        return parse_level(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if int(text) > 0:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number above zero, not {text!r}")
+
+
 def _size(text: str) -> int:
+    from precision_scope._measure import LARGEST_SIZE, SMALLEST_SIZE  # noqa: PLC0415
+
     with contextlib.suppress(ValueError):
         if SMALLEST_SIZE <= int(text) <= LARGEST_SIZE:
             return int(text)
@@ -87,96 +131,65 @@ def _size(text: str) -> int:
     )
 
 
-# Commands.
+# Commands. What they need of torch is imported by each, not by all.
 
 
 def _show_report(arguments: argparse.Namespace) -> None:
+    from precision_scope import report  # noqa: PLC0415
+    from precision_scope._text import text_of_report  # noqa: PLC0415
+
     found = report()
-    _print(json.dumps(found.to_dict(), indent=2) if arguments.json else _report_for_people(found))
+    _print(json.dumps(found.to_dict(), indent=2) if arguments.json else text_of_report(found))
 
 
 def _show_measurements(arguments: argparse.Namespace) -> None:
+    if arguments.weights is not None:
+        _show_weights(arguments)
+        return
+    if arguments.top is not None:
+        raise ValueError("--top goes with --weights")
+    from precision_scope._measure import measure  # noqa: PLC0415
+    from precision_scope._text import text_of_measurements  # noqa: PLC0415
+
     with _progress_line() as show:
         found = measure(show, size=arguments.size, device=arguments.device)
     if arguments.json:
         _print(json.dumps([measurement.to_dict() for measurement in found], indent=2))
     else:
-        _print(_measurements_for_people(found))
+        _print(text_of_measurements(found))
 
 
-# What they print.
+def _show_weights(arguments: argparse.Namespace) -> None:
+    if arguments.size is not None:
+        raise ValueError("--size does not go with --weights: the matrices have their own")
+    from precision_scope._text import text_of_weights  # noqa: PLC0415
+    from precision_scope._weights import measure_weights  # noqa: PLC0415
+
+    with _progress_line() as show:
+        found = measure_weights(arguments.weights, show, device=arguments.device)
+    if arguments.json:
+        _print(json.dumps(found.to_dict(arguments.top), indent=2))
+    else:
+        _print(text_of_weights(found, arguments.top or _TOP))
 
 
-def _report_for_people(found: Report) -> str:
-    isolation = (
-        ("on", "a level for each thread and task") if found.isolation else ("off", "one level for all")
-    )
-    changed = ("yes", "not as the live scopes set them") if found.changed_by_others else ("no", "")
-    blocks: dict[str, list[tuple[str, ...]]] = {
-        "float32 matmul precision": [
-            ("wanted", found.wanted, "by this thread or task"),
-            ("applied", found.applied, "in this process"),
-            ("default", found.default, "where no scope is live"),
-            ("isolation", *isolation),
-            ("flags changed by others", *changed),
-        ],
-        "live scopes": [
-            (scope.level, f"thread {scope.thread}", "" if scope.task is None else f"task {scope.task}")
-            for scope in found.scopes
-        ],
-        **{_title(name, found): list(cells.items()) for name, cells in found.backends.items()},
-        "environment overrides": [
-            (f"{name}={value}", OVERRIDES[name]) for name, value in found.environment.items()
-        ],
-    }
-    paragraphs = [
-        f"{title}\n{textwrap.indent(_aligned(rows) or 'none', '  ')}" for title, rows in blocks.items()
-    ]
-    cells = found.backends[TORCH_FLAGS.name]
-    own_flags = ", ".join(f"{cell}={cells[cell]}" for cell in TORCH_FLAGS.convolution_and_rnn_cells)
-    note = f"Convolutions and RNNs follow their own flags, whatever the level: {own_flags}."
-    return "\n\n".join([*paragraphs, textwrap.fill(note, 88)])
-
-
-def _title(backend: str, found: Report) -> str:
-    level = found.disagreeing.get(backend)
-    return f"backend {backend}" + (f" (at {level.value}, not at {found.applied.value})" if level else "")
-
-
-def _measurements_for_people(found: Sequence[Measurement]) -> str:
-    table = _aligned(
-        [
-            ("device", "level", "size", "error", "time", "speed"),
-            *(
-                (
-                    measurement.device,
-                    measurement.level,
-                    str(measurement.size),
-                    f"{measurement.error:.1e}",
-                    f"{measurement.seconds * 1e3:.3f} ms",
-                    f"{measurement.times_as_fast:.2f} x",
-                )
-                for measurement in found
-            ),
-        ]
-    )
-    return "\n".join([table, "", *(measurement.sentence for measurement in found)])
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+def _run(arguments: argparse.Namespace) -> int:
+    check(arguments.program)
+    return run(arguments.program, arguments.level, force=arguments.force)
 
 
 # How they print.
 
 
+def _harmless(text: str) -> str:
+    """Return a text with what a terminal would obey, from the names in a file, written out."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def _print(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        print(text, flush=True)
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except OSError:
         # What is left in the buffer would fail once more when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -191,7 +204,8 @@ def _progress_line() -> Generator[Callable[[str], None], None, None]:
         return
 
     def show(text: str) -> None:
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        line = _harmless(text)[: shutil.get_terminal_size().columns - 1]
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
     try:
         yield show

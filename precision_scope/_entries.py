@@ -25,6 +25,11 @@ RANKS: dict[object, int] = {None: ASKS_NOTHING, **{level.value: level.rank for l
 """The rank of each valid argument of a scope, strings and members alike."""
 
 
+def force_level(level: Float32MatmulPrecision) -> None:
+    """Have whoever asks for any level get this one."""
+    RANKS.update({asked.value: level.rank for asked in LEVELS})
+
+
 class Entry:
     """One entered scope.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from precision_scope._entries import wanted
+from precision_scope._entries import RANKS, wanted
 from precision_scope._ledger import ledger
-from precision_scope._levels import Float32MatmulPrecision, parse_level
+from precision_scope._levels import LEVELS, Float32MatmulPrecision, parse_level
 
 
 def set_float32_matmul_precision(level: str) -> None:
@@ -35,7 +35,7 @@ def set_float32_matmul_precision(level: str) -> None:
     It can be called from any thread or task. A scope that a task inherited
     from the task that started it is shared by both, and so is its new level.
     """
-    ledger.set(parse_level(level))
+    ledger.set(LEVELS[RANKS[parse_level(level)]])
     ledger.see_to_the_rest()
 
 

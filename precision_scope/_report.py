@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from precision_scope._ledger import ledger
 from precision_scope._levels import parse_level
 from precision_scope._process import get_float32_matmul_precision
+from precision_scope._run import FORCE
 from precision_scope.backends._torch import TORCH_FLAGS, TorchFlags
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ OVERRIDES: dict[str, str] = {
     "ONEDNN_DEFAULT_FPMATH_MODE": 'oneDNN may compute on the CPU in this precision, even at "highest"',
     "HIPBLASLT_ALLOW_TF32": 'torch 2.7 to 2.9 uses TF32 on AMD GPUs only if it is "1"',
     "XLA_USE_BF16": 'older torch_xla computes float32 in bfloat16 if it is "1", whatever the level',
+    FORCE: 'the level of "python -m precision_scope run --force" stays if it is "1", whatever is asked for',
 }
 """The environment variables that override the flags, and what each does."""
 

@@ -34,6 +34,16 @@ if HAS_CELLS:
     set_cell: Callable[[str, str, str], object] = _C._set_fp32_precision_setter
 
 
+def intercept_writes(intercept: Callable[..., None]) -> None:
+    """Have ``intercept`` called for other code's writes to the float32 matmul state, for good.
+
+    It gets what writes, and the arguments: a legacy value, or a cell and its value.
+    """
+    for name in ("_set_float32_matmul_precision", "_set_cublas_allow_tf32", "_set_fp32_precision_setter"):
+        if hasattr(_C, name):
+            setattr(_C, name, functools.partial(intercept, getattr(_C, name)))
+
+
 def devices() -> list[str]:
     """Return the names of the devices present, the CPU first."""
     if hasattr(torch, "accelerator"):

@@ -1,0 +1,105 @@
+"""What the command line prints for people."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from precision_scope._levels import LEVELS
+from precision_scope._report import OVERRIDES, Report
+from precision_scope.backends._torch import TORCH_FLAGS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from precision_scope._measure import Measurement
+    from precision_scope._weights import WeightsMeasurement
+
+
+def text_of_report(found: Report) -> str:
+    """Return a report as paragraphs."""
+    isolation = (
+        ("on", "a level for each thread and task") if found.isolation else ("off", "one level for all")
+    )
+    changed = ("yes", "not as the live scopes set them") if found.changed_by_others else ("no", "")
+    blocks: dict[str, list[tuple[str, ...]]] = {
+        "float32 matmul precision": [
+            ("wanted", found.wanted, "by this thread or task"),
+            ("applied", found.applied, "in this process"),
+            ("default", found.default, "where no scope is live"),
+            ("isolation", *isolation),
+            ("flags changed by others", *changed),
+        ],
+        "live scopes": [
+            (scope.level, f"thread {scope.thread}", "" if scope.task is None else f"task {scope.task}")
+            for scope in found.scopes
+        ],
+        **{_title(name, found): list(cells.items()) for name, cells in found.backends.items()},
+        "environment overrides": [
+            (f"{name}={value}", OVERRIDES[name]) for name, value in found.environment.items()
+        ],
+    }
+    paragraphs = [
+        f"{title}\n{textwrap.indent(_aligned(rows) or 'none', '  ')}" for title, rows in blocks.items()
+    ]
+    cells = found.backends[TORCH_FLAGS.name]
+    own_flags = ", ".join(f"{cell}={cells[cell]}" for cell in TORCH_FLAGS.convolution_and_rnn_cells)
+    note = f"Convolutions and RNNs follow their own flags, whatever the level: {own_flags}."
+    return "\n\n".join([*paragraphs, textwrap.fill(note, 88)])
+
+
+def _title(backend: str, found: Report) -> str:
+    level = found.disagreeing.get(backend)
+    return f"backend {backend}" + (f" (at {level.value}, not at {found.applied.value})" if level else "")
+
+
+def text_of_measurements(found: Sequence[Measurement]) -> str:
+    """Return measurements as a table, and what each means."""
+    table = _aligned(
+        [
+            ("device", "level", "size", "error", "time", "speed"),
+            *(
+                (
+                    measurement.device,
+                    measurement.level,
+                    str(measurement.size),
+                    f"{measurement.error:.1e}",
+                    f"{measurement.seconds * 1e3:.3f} ms",
+                    f"{measurement.times_as_fast:.2f} x",
+                )
+                for measurement in found
+            ),
+        ]
+    )
+    return "\n".join([table, "", *(measurement.sentence for measurement in found)])
+
+
+def text_of_weights(found: WeightsMeasurement, top: int) -> str:
+    """Return what was measured of a checkpoint as a table of the worst matrices, and what each level does."""
+    shown = found.matrices[:top]
+    table = _aligned(
+        [
+            ("error at", *LEVELS, "device", "shape", "matrix"),
+            *(
+                (
+                    "",
+                    *(f"{error:.1e}" for error in matrix.errors.values()),
+                    matrix.device,
+                    "x".join(map(str, matrix.shape)),
+                    matrix.name,
+                )
+                for matrix in shown
+            ),
+        ]
+    )
+    more = len(found.matrices) - len(shown)
+    hidden = [f"and {more} more, with smaller errors (--top {len(found.matrices)} shows all)"] if more else []
+    return "\n".join([table, *hidden, "", *found.sentences])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return the rows as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
