@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from precision_scope import _torch_api as api
+from precision_scope import matmul_precision
 from precision_scope._levels import LEVELS, Float32MatmulPrecision
-from precision_scope._scopes import matmul_precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,8 +30,8 @@ _FEWEST_ROUNDS = 3
 _MOST_ROUNDS = 20
 _SECONDS_OF_ROUNDS = 1.5
 
-_FLOAT32_ERROR = 1e-5  # float32 stays below it at any size here; TF32 and bfloat16 do not
-_SAME_ACCURACY = 2.0  # up to this many times the error of "highest"
+FLOAT32_ERROR = 1e-5  # float32 stays below it at any size here; TF32 and bfloat16 do not
+SAME_ACCURACY = 2.0  # up to this many times the error of "highest"
 _SAME_SPEED = 1.2  # up to this many times as fast or as slow: on a busy machine, repeats differ as much
 
 _HIGHEST = Float32MatmulPrecision.HIGHEST
@@ -68,28 +69,29 @@ class Measurement:
 
     def _accuracy(self) -> str:
         if self.level == _HIGHEST:
-            if self.error > _FLOAT32_ERROR:
+            if self.error > FLOAT32_ERROR:
                 return f"is not true float32: its error is {self.error:.1e}, so something else overrides it"
             return f"is true float32, with an error of {self.error:.1e}"
         if self.same_bits:
             return 'gives the results of "highest" bit for bit'
-        if self.times_the_error <= _SAME_ACCURACY:
+        if self.times_the_error <= SAME_ACCURACY:
             return 'gives other bits than "highest" with the same accuracy'
-        return f'makes {_times(self.times_the_error)} the error of "highest"'
+        return f'makes {times(self.times_the_error)} the error of "highest"'
 
     def _speed(self) -> str:
         if self.level == _HIGHEST:
             return ""
         if 1 / _SAME_SPEED <= self.times_as_fast <= _SAME_SPEED:
             return ", and is about as fast"
-        return f", and is {_times(self.times_as_fast)} as fast"
+        return f", and is {times(self.times_as_fast)} as fast"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain values, for JSON."""
         return {**dataclasses.asdict(self), "level": self.level.value, "sentence": self.sentence}
 
 
-def _times(ratio: float) -> str:
+def times(ratio: float) -> str:
+    """Say how many times."""
     return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:.1f} times"
 
 
@@ -110,15 +112,32 @@ def measure(
     Raises:
         ValueError: If there is no such device.
     """
+    return [
+        measurement
+        for name in chosen_devices(device)
+        for measurement in _measure_device(name, size, progress)
+    ]
+
+
+def chosen_devices(device: str | None) -> list[str]:
+    """Return the names of the devices that are meant by a device or a kind of device; by None all.
+
+    Raises:
+        ValueError: If there is none.
+    """
     present = api.devices()
-    chosen = [name for name in present if device in {None, name, _kind(name)}]
+    chosen = [name for name in present if device in {None, name, name.partition(":")[0]}]
     if not chosen:
         raise ValueError(f"there is no device {device!r}, only {', '.join(present)}")
-    return [measurement for name in chosen for measurement in _measure_device(name, size, progress)]
+    return chosen
 
 
-def _kind(device: str) -> str:
-    return device.partition(":")[0]
+def multiply(left: torch.Tensor, right: torch.Tensor, level: Float32MatmulPrecision) -> torch.Tensor:
+    """Return a product at a level, computed by the time this returns."""
+    with matmul_precision(level):
+        product = left @ right
+        product[0, 0].item()  # waits for the device
+    return product
 
 
 def _measure_device(device: str, size: int | None, progress: Callable[[str], object]) -> list[Measurement]:
@@ -131,22 +150,16 @@ def _measure_device(device: str, size: int | None, progress: Callable[[str], obj
     norm = float(exact.square().sum().sqrt())
     left, right = left.to(device), right.to(device)
 
-    def multiply(level: Float32MatmulPrecision) -> torch.Tensor:
-        with matmul_precision(level):
-            product = left @ right
-            product[0, 0].item()  # waits for the device
-        return product
-
     # Errors first: these products also warm up what is timed.
     errors: dict[Float32MatmulPrecision, float] = {}
     same_bits: dict[Float32MatmulPrecision, bool] = {}
-    reference = multiply(_HIGHEST)
+    reference = multiply(left, right, _HIGHEST)
     for level in LEVELS:
         progress(f"{device}: error at {level}")
-        product = multiply(level)
+        product = multiply(left, right, level)
         errors[level] = float(torch.dist(product[:_ROWS].cpu().double(), exact)) / norm
         same_bits[level] = torch.equal(product, reference)
-    seconds = _fastest(multiply, lambda step: progress(f"{device}: {step}"))
+    seconds = _fastest(functools.partial(multiply, left, right), lambda step: progress(f"{device}: {step}"))
     return [
         Measurement(
             device=device,

@@ -414,7 +414,7 @@ def test_a_size_out_of_range_is_refused(
     size: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A size that is no number, or too small or large to measure, is an error that says so."""
-    monkeypatch.setattr(_cli, "measure", lambda *_, **_keywords: [])
+    monkeypatch.setattr(_measure, "measure", lambda *_, **_keywords: [])
     error = error_of(capsys, "measure", f"--size={size}")
     assert "argument --size: must be a whole number from 64 to 32768" in error
 
@@ -456,7 +456,7 @@ def test_a_failure_is_one_line(
     def fail(*_arguments: Any, **_keywords: Any) -> None:
         raise failure
 
-    monkeypatch.setattr(_cli, "measure", fail)
+    monkeypatch.setattr(_measure, "measure", fail)
     assert error_of(capsys, "measure") == f"python -m precision_scope: error: {shown}"
 
 
@@ -466,7 +466,8 @@ def test_a_failure_is_one_line(
 def test_importing_the_package_imports_nothing_of_the_command_line() -> None:
     """Neither the command line nor argparse costs those who import the package."""
     code = (
-        "import sys, torch; before = {*sys.modules}; import precision_scope; print(*{*sys.modules} - before)"
+        "import sys, torch; before = {*sys.modules}; from precision_scope import report; "
+        "print(*{*sys.modules} - before)"
     )
     imported = run_python("-c", code, stdout=subprocess.PIPE).stdout.split()
     assert "precision_scope._report" in imported
