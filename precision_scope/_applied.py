@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from precision_scope._errors import PrecisionScopeError
@@ -55,7 +55,7 @@ def _failed(failures: list[_Failure]) -> PrecisionScopeError:
     return failed
 
 
-def _put_back(
+def put_back(
     backends: tuple[Backend, ...], default: Float32MatmulPrecision | None, *states: object
 ) -> BaseException | None:
     """Restore backends, and set them to a new default; each twice if it fails.
@@ -126,7 +126,7 @@ class Holding:
             self.apply, self.restore = held[0].apply, held[0].restore
         else:
             self.apply = functools.partial(_apply_to_each, held)
-            self.restore = functools.partial(_put_back, held, default)
+            self.restore = functools.partial(put_back, held, default)
 
 
 class Applied:
@@ -140,14 +140,15 @@ class Applied:
         nothing_held: What ``holding`` is where no scope is live.
         torch_held: What it is where torch's flags alone are held, the usual case.
         torch_flags: torch's own flags.
+        default_set: The process default, if it has been set.
         saved: What each of the held ones had saved, in their order.
     """
 
     def __init__(self, torch_flags: TorchFlags) -> None:
         self.torch_flags = torch_flags
         self.awaiting: tuple[Backend, ...] = ()
-        # The process default if it has been set, and who was not there to get it.
-        self._default: Float32MatmulPrecision | None = None
+        # Who was not there to get the default that has been set.
+        self.default_set: Float32MatmulPrecision | None = None
         self._missed_default: tuple[Backend, ...] = ()
         self.holding: Holding = Holding((), (torch_flags,))
         self._register((torch_flags,), (), ())
@@ -203,7 +204,7 @@ class Applied:
         if self.saved:
             self.torch_flags.coming_default(level)
             self.holding = Holding(self.holding.backends, self.ready, level)
-            self._default, self._missed_default = level, _without(self.holding.backends, self.backends)
+            self.default_set, self._missed_default = level, _without(self.holding.backends, self.backends)
             return
         changed: list[Backend] = []
         saved: list[object] = []
@@ -220,9 +221,28 @@ class Applied:
                 except Exception as error:
                     raise _failed([_Failure(backend, f"be set to {level.value!r}", error)]) from error
         except BaseException:
-            _put_back(tuple(changed), None, *saved[: len(changed)])
+            put_back(tuple(changed), None, *saved[: len(changed)])
             raise
-        self._default, self._missed_default = level, _without(tuple(changed), self.backends)
+        self.default_set, self._missed_default = level, _without(tuple(changed), self.backends)
+
+    def held(self) -> list[tuple[str, object]]:
+        """Return the name of each backend that follows the live scopes, and what it had saved."""
+        return [
+            (backend.name, saved) for backend, saved in zip(self.holding.backends, self.saved, strict=True)
+        ]
+
+    def rest_at(self, saved: Mapping[str, object], default: Float32MatmulPrecision | None) -> None:
+        """Have other settings brought back when the last scope ends.
+
+        Args:
+            saved: What backends had saved, by their names.
+            default: The process default that is to be set then, if any.
+        """
+        self.saved = tuple(saved.get(name, present) for name, present in self.held())
+        self.torch_flags.coming_rest(self.saved[0])
+        if default is not None:
+            self.torch_flags.coming_default(default)
+        self.holding = Holding(self.holding.backends, self.ready, default)
 
     def _give_default(self, backend: Backend) -> None:
         """Have a backend that has become active take on the default that was set before, or fail unchanged.
@@ -232,13 +252,13 @@ class Applied:
         if not _is_among(self._missed_default, backend):
             return
         default = self.default()
-        if default == self._default:
+        if default == self.default_set:
             saved: tuple[object, ...] = ()
             try:
                 saved = (backend.save(),)
                 backend.apply(default)
             except BaseException as error:
-                _put_back((backend,) if saved else (), None, *saved)
+                put_back((backend,) if saved else (), None, *saved)
                 if not isinstance(error, Exception):
                     raise
                 raise _failed([_Failure(backend, f"be set to {default.value!r}", error)]) from error
@@ -284,7 +304,7 @@ class Applied:
             added = self.holding.backends[len(held) :], self.saved[len(saved) :]
             self._forget(backend)
             self._register(self.backends[:-1], held, saved)
-            _put_back(added[0], None, *added[1])
+            put_back(added[0], None, *added[1])
             raise
 
     def activate(self, backend: Backend, level: Float32MatmulPrecision | None) -> None:
@@ -296,7 +316,7 @@ class Applied:
     def _take_in(self, backend: Backend, level: Float32MatmulPrecision | None) -> None:
         if level is not None:
             self.hold_active().apply(level)
-        elif self._default is not None and _is_among(self.ready, backend):
+        elif self.default_set is not None and _is_among(self.ready, backend):
             try:
                 active = backend.is_active()
             except Exception as error:
@@ -322,6 +342,6 @@ class Applied:
             tuple(held for held, _ in kept),
             tuple(state for _, state in kept),
         )
-        error = next((_put_back((held,), None, state) for held, state in pairs if held is backend), None)
+        error = next((put_back((held,), None, state) for held, state in pairs if held is backend), None)
         if error is not None:
             raise error

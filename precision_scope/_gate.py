@@ -286,6 +286,9 @@ class Gate(TorchFlags):
 
     coming_default = set_default  # products outside scopes get it at once
 
+    def coming_rest(self, saved: object) -> None:
+        self._default = saved
+
     def describe(self) -> dict[str, str]:
         return self._real.describe()
 
@@ -299,6 +302,12 @@ class Gate(TorchFlags):
 
     def level_of(self, saved: Any) -> Float32MatmulPrecision:
         return self._real.level_of(saved)
+
+    def at_level(self, saved: Any, level: Float32MatmulPrecision) -> object:
+        return self._real.at_level(saved, level)
+
+    def stored(self, saved: Any) -> dict[str, str]:
+        return self._real.stored(saved)
 
     def guard_saves(self) -> None:
         """Have saves that write to the flags for a moment wait until no product runs."""

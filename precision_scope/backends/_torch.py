@@ -49,6 +49,9 @@ class TorchFlags(Backend):
     def coming_default(self, level: Float32MatmulPrecision) -> None:
         """Hear of the default that is to be set when the last scope has ended."""
 
+    def coming_rest(self, saved: object) -> None:
+        """Hear of what is to be restored when the last scope has ended."""
+
     def at_rest(self) -> AbstractContextManager[None]:
         """Wait until no product has the flags otherwise than the ledger does, and keep it so."""
         return contextlib.nullcontext()
@@ -90,6 +93,10 @@ class TorchFlags(Backend):
     def at_level(self, saved: Any, level: Float32MatmulPrecision) -> object:  # noqa: ARG002
         """Return saved flags as they would be after a level was applied to them."""
         return level.value
+
+    def stored(self, saved: Any) -> dict[str, str]:
+        """Return saved flags by name, as they are stored: what they inherit does not show."""
+        return {"float32_matmul_precision": saved}
 
 
 # (legacy, stored cuda.matmul, stored mkldnn.matmul,
@@ -237,6 +244,19 @@ class TorchCells(TorchFlags):
 
     def at_level(self, saved: Any, level: Float32MatmulPrecision) -> _Saved:
         return level.value, *_CELLS_AT[level], *_CELLS_AT[level], saved[-1]
+
+    def stored(self, saved: Any) -> dict[str, str]:
+        legacy, cuda, cpu, _, _, parents = saved
+        generic, all_cuda, all_cpu = parents or (_NONE, _NONE, _NONE)
+        cells = {
+            "cuda.matmul.fp32_precision": cuda,
+            "mkldnn.matmul.fp32_precision": cpu,
+            "fp32_precision": generic,
+            "cuda.fp32_precision": all_cuda,
+            "mkldnn.fp32_precision": all_cpu,
+        }
+        inherited = {name: value if value != _NONE else "none (inherited)" for name, value in cells.items()}
+        return {"float32_matmul_precision": legacy, **inherited}
 
 
 def _reading(getter: Callable[[], object]) -> str:

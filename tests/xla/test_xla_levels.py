@@ -17,6 +17,7 @@ from precision_scope import (
     PrecisionScopeError,
     get_float32_matmul_precision,
     matmul_precision,
+    pytest_plugin,
     report,
     set_float32_matmul_precision,
 )
@@ -492,3 +493,23 @@ def test_the_getter_and_the_report(xla: Xla) -> None:
         assert get_float32_matmul_precision() == "high"
         assert report().backends["xla"] == {"mat_mul_precision": "high"}
         assert report().disagreeing == {}
+
+
+def test_the_pytest_plug_in_finds_the_test_that_leaves_the_setting_changed(
+    xla: Xla, pytester: pytest.Pytester
+) -> None:
+    """Through torch_xla's own function; it is named, and put back."""
+    pytester.makepyfile(
+        """
+        import torch_xla.backends
+
+        def test_leaking():
+            torch_xla.backends.set_mat_mul_precision("highest")
+
+        def test_later():
+            assert torch_xla._XLAC._xla_get_mat_mul_precision() == "default"
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:randomly", plugins=[pytest_plugin])
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(["  xla *: default -> highest"])
