@@ -4,10 +4,11 @@ from __future__ import annotations
 
 
 class PrecisionScopeError(RuntimeError):
-    """Report that a backend failed to save, apply or restore its setting.
+    """Report that a backend failed to save, apply or restore its setting, or that ranks differ.
 
     Attributes:
-        backends: The names of the backends that failed, in the order of failing.
+        backends: The names of the backends that failed, in the order of
+            failing; none where ranks differ.
 
     The first backend's own exception is the ``__cause__``. When the error is
     raised while a scope is entered, the scope is not live and the other
