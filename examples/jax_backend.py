@@ -1,11 +1,4 @@
-"""Have JAX follow the scopes, too: a complete plug-in, and what JAX makes of it.
-
-To be found without being registered, a package declares it as an entry point
-named after the module that it is for, in its pyproject.toml:
-
-    [project.entry-points."precision_scope.backends"]
-    jax = "my_package.jax_backend:JaxBackend"
-"""
+"""Have JAX follow the scopes, too: a complete plug-in, and what JAX makes of it."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,8 +11,7 @@ from precision_scope.backends import Backend, register_backend
 class JaxBackend(Backend):
     """JAX's process-wide precision; jax.default_matmul_precision still decides within its own thread."""
 
-    name = "jax"
-    module = "jax"
+    name = module = "jax"
 
     def save(self) -> object:
         """Return the process-wide setting, as JAX spells it."""
@@ -28,8 +20,7 @@ class JaxBackend(Backend):
 
     def apply(self, level: Float32MatmulPrecision) -> None:
         """Set a level; JAX compiles anew where it changes."""
-        precision = {"highest": "highest", "high": "high", "medium": "default"}[level]
-        jax.config.update("jax_default_matmul_precision", precision)
+        self.restore({"highest": "highest", "high": "high", "medium": "default"}[level])
 
     def restore(self, saved: object) -> None:
         """Set it back."""
@@ -42,8 +33,7 @@ class JaxBackend(Backend):
 
 if __name__ == "__main__":
     register_backend(JaxBackend())
-    a = jax.numpy.ones((2, 2))
     for level in ("highest", "high", "medium"):
         with matmul_precision(level):
-            program = jax.jit(jax.numpy.matmul).lower(a, a).as_text()
+            program = jax.jit(jax.numpy.matmul).lower(*jax.numpy.ones((2, 2, 2))).as_text()
             print(level, program[program.index("precision = [") :].split("]")[0] + "]")

@@ -2,7 +2,6 @@
 
 import threading
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -11,43 +10,30 @@ from precision_scope import enable_isolation, matmul_precision
 
 thread = threading.local()
 wrong: list[str] = []
-a = torch.randn(48, 48)
+library = torch.library.Library("aten", "IMPL")
 
 
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply, in place of torch's own kernel, and look at the setting when the product is done."""
     product = (a.unsqueeze(2) * b).sum(1)
-    if torch.get_float32_matmul_precision() != thread.level:
-        wrong.append(thread.level)
+    wrong.extend({thread.level} - {torch.get_float32_matmul_precision()})
     return product
 
 
-def work(level: str, enter: Callable[[str], None]) -> None:
-    """Run products, each after entering a level, in one of the threads."""
+def work(level: str, by_hand: bool) -> None:
     thread.level = level
     for _ in range(250):
-        enter(level)
+        if by_hand:
+            torch.set_float32_matmul_precision(level)
+        with matmul_precision(None if by_hand else level):
+            torch.mm(*torch.ones(2, 48, 48))
 
 
-def by_hand(level: str) -> None:
-    """Switch torch's setting, and multiply."""
-    torch.set_float32_matmul_precision(level)
-    torch.mm(a, a)
-
-
-def in_a_scope(level: str) -> None:
-    """Multiply in a scope."""
-    with matmul_precision(level):
-        torch.mm(a, a)
-
-
-library = torch.library.Library("aten", "IMPL")
-warnings.simplefilter("ignore", UserWarning)  # it says that the kernel is replaced
-library.impl("mm", mm, "CPU")
-for way in (by_hand, in_a_scope):
-    if way is in_a_scope:
-        enable_isolation()
+warnings.simplefilter("ignore", UserWarning)  # torch says that a kernel is replaced
+library.impl("mm", mm, "CPU")  # in place of its own
+with ThreadPoolExecutor(8) as pool:
+    list(pool.map(work, ["highest", "high", "medium", "high"] * 2, [True] * 8))
+    print("by hand:", len(wrong), "of 2000 products at another thread's level")
     wrong.clear()
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, ["highest", "high", "medium", "high"] * 2, [way] * 8))
-    print(f"{way.__name__}: {len(wrong)} of 2000 products at another thread's level")
+    enable_isolation()
+    list(pool.map(work, ["highest", "high", "medium", "high"] * 2, [False] * 8))
+    print("isolated:", len(wrong), "of 2000 products at another thread's level")

@@ -13,6 +13,11 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 OUTPUT = {
+    "asyncio_service.py": """\
+330 products wanted high, ran at high
+330 products wanted highest, ran at highest
+330 products wanted medium, ran at medium
+""",
     "backward_level.py": """\
 backward() after the scope:
   forward at medium
@@ -25,29 +30,24 @@ backward() inside the scope:
   backward at medium
 """,
     "compiled_functions.py": """\
-forward and backward in a scope at highest:
-  forward is compiled with TF32 off
-  forward runs, compiled with TF32 off, called with TF32 off
-  backward is compiled with TF32 off
-  backward runs, compiled with TF32 off, called with TF32 off
-forward and backward in a scope at high:
-  forward is compiled with TF32 on
-  forward runs, compiled with TF32 on, called with TF32 on
-  backward is compiled with TF32 on
-  backward runs, compiled with TF32 on, called with TF32 on
-forward and backward in a scope at medium:
-  forward runs, compiled with TF32 on, called with TF32 on
-  backward runs, compiled with TF32 on, called with TF32 on
-forward in a scope at high, backward outside:
-  forward runs, compiled with TF32 on, called with TF32 on
-  backward runs, compiled with TF32 on, called with TF32 off
+in a scope at highest:
+  forward: compiled with TF32 False, runs with False
+  backward: compiled with TF32 False, runs with False
+in a scope at high:
+  forward: compiled with TF32 True, runs with True
+  backward: compiled with TF32 True, runs with True
+in a scope at medium:
+  forward: compiled with TF32 True, runs with True
+  backward: compiled with TF32 True, runs with True
+backward once more, outside:
+  backward: compiled with TF32 True, runs with False
 """,
     "jax_backend.py": """\
 highest precision = [HIGHEST, HIGHEST]
 high precision = [HIGH, HIGH]
 medium precision = [DEFAULT, DEFAULT]
 """,
-    "optional_setting.py": """\
+    "library_in_a_program.py": """\
 the caller's choice:
   the library computes at high
 asked for more:
@@ -63,15 +63,17 @@ features ran at 'medium', the solve at 'highest'
 torch's setting before 'highest', after 'highest'
 """,
     "threads_at_their_own_levels.py": """\
-by_hand: {many} of 2000 products at another thread's level
-in_a_scope: 0 of 2000 products at another thread's level
+by hand: {many} of 2000 products at another thread's level
+isolated: 0 of 2000 products at another thread's level
 """,
 }
 
 
 def test_every_example_is_run_here() -> None:
-    """No example can be added without its output being checked."""
+    """No example can be added without its output being checked; each is short enough to be copied."""
     assert sorted(OUTPUT) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+    for path in EXAMPLES.rglob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) < 40, path
 
 
 @pytest.mark.parametrize("name", OUTPUT)
@@ -88,3 +90,16 @@ def test_an_example_prints_its_proof(name: str) -> None:
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert re.fullmatch(re.escape(OUTPUT[name]).replace(r"\{many\}", r"\d{3,}"), result.stdout)
+
+
+def test_the_example_of_a_test_suite_passes() -> None:
+    """It has a configuration of its own, which switches the plug-in on."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", EXAMPLES / "pytest_suite"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "5 passed" in result.stdout
