@@ -20,8 +20,11 @@ from precision_scope import (
     Float32MatmulPrecision,
     get_float32_matmul_precision,
     matmul_precision,
+    report,
     set_float32_matmul_precision,
 )
+from precision_scope.backends import Backend, register_backend, unregister_backend
+from precision_scope.distributed import verify_ranks
 
 if sys.version_info >= (3, 11):
     from typing import assert_type
@@ -66,6 +69,16 @@ assert_type(FLOAT32_MATMUL_PRECISION.HIGH, Literal[Float32MatmulPrecision.HIGH])
 assert_type(precision_scope.__version__, str)
 as_a_string: str = get_float32_matmul_precision()
 setter: Callable[[Float32MatmulPrecision], None] = set_float32_matmul_precision
+assert_type(report().wanted, Float32MatmulPrecision)
+assert_type(report().backends, dict[str, dict[str, str]])
+assert_type([scope.task for scope in report().scopes], list[str | None])
+assert_type(report().to_dict(), dict[str, Any])
+missing = precision_scope.matmul_precison  # type: ignore[attr-defined]
+register_backend(object())  # type: ignore[arg-type]
+Backend()  # type: ignore[abstract]
+verify_ranks()
+verify_ranks(None)
+finishes: Callable[[str], None] = unregister_backend
 
 
 # The with-block.
