@@ -52,9 +52,11 @@ class State:
                 at_rest[backend.name] = backend.stored(
                     saved if self._coming is None else backend.at_level(saved, self._coming)
                 )
+                if not self._live:
+                    continue
             with contextlib.suppress(Exception):  # a backend that fails says so elsewhere
                 cells = {cell: value for cell, value in backend.describe().items() if cell not in ignored}
-                (in_scopes if self._live else at_rest).setdefault(backend.name, cells)
+                (in_scopes if self._live else at_rest)[backend.name] = cells
         return at_rest, in_scopes
 
     def is_like(self, other: State) -> bool:

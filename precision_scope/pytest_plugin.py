@@ -51,7 +51,7 @@ class _Run:
     Attributes:
         level: The level that it begins at; None for the one that torch has.
         on_leak: What is to be done about a leak.
-        at_import: The state to begin with, once torch has been imported.
+        at_import: The state to begin with, once torch has been imported, if anybody wants to know.
         before: The state that the running test has to leave.
     """
 
@@ -80,7 +80,7 @@ class _Run:
 
     def state(self) -> State | None:
         """Return the present state; None if torch has not been imported, or nobody wants to know."""
-        if self.at_import is None or self.on_leak == "off":
+        if self.at_import is None:
             return None
         from precision_scope._leaks import State  # noqa: PLC0415
 
@@ -216,11 +216,11 @@ def _level_of(test: pytest.Item) -> Float32MatmulPrecision | None:
     if parameters is not None and _FIXTURE in parameters.params:
         what, levels = f"the parameter {_FIXTURE}", [parameters.params[_FIXTURE]]
     elif marker is not None:
-        what, levels = f"@pytest.mark.{_MARKER}", [*marker.args, *marker.kwargs]
+        what, levels = f"@pytest.mark.{_MARKER}", [] if marker.kwargs else [*marker.args]
     else:
         return None
     wrong = f'it takes one level, as in @pytest.mark.{_MARKER}("highest")'
-    if len(levels) == 1 and (marker is None or not marker.kwargs):
+    if len(levels) == 1:
         try:
             return parse_level(levels[0])
         except (TypeError, ValueError) as error:
