@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import Context, copy_context
 from typing import Any, Final
 
@@ -106,6 +107,38 @@ def overload(name: str) -> Any:
     namespace, operator = name.split("::")
     packet, _, overload = operator.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+def has_kernel_for_cpu(name: str) -> bool:
+    """Tell whether an operator has a kernel for the CPU, of any layout; others have one for all devices."""
+    return any(
+        _C._dispatch_has_kernel_for_dispatch_key(name, key)
+        for key in ("CPU", "SparseCPU", "SparseCsrCPU", "MkldnnCPU")
+    )
+
+
+def values_of(sparse: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a sparse tensor, to write to; of one of coordinates, each entry's own."""
+    of_coordinates = sparse.layout == torch.sparse_coo
+    return sparse._values() if of_coordinates else sparse.values()
+
+
+def indices_of(sparse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return what says where the numbers of a sparse tensor are."""
+    if sparse.layout == torch.sparse_coo:
+        return (sparse._indices(),)
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sparse.crow_indices(), sparse.col_indices()
+    return sparse.ccol_indices(), sparse.row_indices()
+
+
+without_torch_function: Callable[[], AbstractContextManager[None]] = _C.DisableTorchFunction
+"""Keep subclasses of tensors, and modes, from taking over torch's functions."""
+
+without_autocast: Callable[[], AbstractContextManager[None]] = functools.partial(
+    _C._ExcludeDispatchKeyGuard, _C.DispatchKeySet(_C.DispatchKey.AutocastCPU)
+)
+"""Keep autocast from operators on the CPU; no Python code runs when that ends, which may be interrupted."""
 
 
 _BELOW_AUTOGRAD: Any = _C._dispatch_keyset_full_after(_C.DispatchKey.BackendSelect)
