@@ -2,6 +2,7 @@
 
 from precision_scope._compilation import watch_compilations
 from precision_scope._dynamo import hide_package
+from precision_scope._emulation import disable_emulation, enable_emulation
 from precision_scope._errors import PrecisionConflictWarning, PrecisionScopeError
 from precision_scope._isolation import enable_if_environment_says_so, enable_isolation
 from precision_scope._levels import Float32MatmulPrecision
@@ -18,6 +19,8 @@ __all__ = [
     "Float32MatmulPrecision",
     "PrecisionConflictWarning",
     "PrecisionScopeError",
+    "disable_emulation",
+    "enable_emulation",
     "enable_isolation",
     "get_float32_matmul_precision",
     "matmul_precision",

@@ -50,6 +50,10 @@ class _Waiter:
         self.lock.acquire()
 
 
+def _is_of_package(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith(f"{__package__}.")
+
+
 class Mine:
     """What a thread holds, and what it waits for."""
 
@@ -202,7 +206,8 @@ class Gate(TorchFlags):
 
         A signal handler that comes before or after a product, say, may wait for
         the very thread that waits here; the product takes its hold again if it
-        is yet to run.
+        is yet to run. The package's own code inside a product emulates it, and
+        is no other code.
 
         Args:
             suspects: Those that did so the last time, with the product's frame.
@@ -214,10 +219,12 @@ class Gate(TorchFlags):
         with self.lock:  # nobody begins or ends a product
             for thread, top in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]
                 frame: FrameType | None = top
+                is_product = True
                 while frame is not None and frame.f_code is not self.product_code:
+                    is_product = is_product and _is_of_package(frame)
                     frame = frame.f_back
                 mine = self._threads.get(thread)
-                if mine is None or mine.key is None or frame is None or frame is top:
+                if mine is None or mine.key is None or frame is None or is_product:
                     continue
                 if (mine, frame) in suspects:
                     mine.key, self.inside = None, self.inside - 1

@@ -92,10 +92,14 @@ def _wrong_type(value: object) -> str:
 
 
 def _wrong_name(value: str) -> str:
-    shown = repr(value if len(value) <= 40 else value[:40] + "…")
-    message = f"float32 matmul precision must be one of {_CHOICES}, got {shown}"
+    message = f"float32 matmul precision must be one of {_CHOICES}, got {quoted(value)}"
     spelling = value[:40].strip().lower()
     if spelling in _OTHER_SPELLINGS:
         return f"{message}; what others call {spelling!r} is {_OTHER_SPELLINGS[spelling].value!r} here"
     nearest = difflib.get_close_matches(spelling, _BY_NAME, n=1, cutoff=0.0)
     return f"{message}; the nearest is {nearest[0]!r}"
+
+
+def quoted(value: str) -> str:
+    """Return a string as messages show it, the beginning of a long one."""
+    return repr(value if len(value) <= 40 else value[:40] + "…")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -13,7 +13,11 @@ from precision_scope._dynamo import hide
 from precision_scope._entries import ASKS_NOTHING, tagging, top, wanted_rank
 from precision_scope._gate import DEFAULT, Gate
 from precision_scope._ledger import ledger
+from precision_scope._levels import Float32MatmulPrecision
 from precision_scope._locks import release_if_owned
+
+if TYPE_CHECKING:
+    from precision_scope._emulation import Emulation
 
 PRODUCTS: Final = frozenset(
     (
@@ -70,6 +74,12 @@ PRODUCTS: Final = frozenset(
 """The operators that multiply float32 matrices in kernels of their own; all their overloads."""
 
 
+emulating: list[Emulation] = []
+"""Holds the emulation that is on, if any; it finds what runs, at "highest", in place of a product."""
+
+_HIGHEST: Final = Float32MatmulPrecision.HIGHEST.rank
+
+
 def products() -> list[str]:
     """Return the overloads of PRODUCTS that this torch has kernels for."""
     return [
@@ -82,13 +92,12 @@ def products() -> list[str]:
 
 def register(gate: Gate) -> list[Any]:
     """Have every product take the gate, for as long as what is returned is kept."""
-    return api.register_for_every_device(
-        {name: _through(gate, api.redispatcher(name)) for name in products()}
-    )
+    return api.register_for_every_device({name: _through(gate, name) for name in products()})
 
 
-def _through(gate: Gate, redispatch: Callable[..., Any]) -> Callable[..., Any]:  # noqa: PLR0915 -- hot
+def _through(gate: Gate, name: str) -> Callable[..., Any]:  # noqa: PLR0915 -- hot
     """Return a kernel that takes the gate at the level of its caller's context."""
+    redispatch = api.redispatcher(name)
     here, get_top = gate.here, top.get
     lock = gate.lock
     bits_of_keys, serves_backward = api.bits_of_keys, api.serves_backward
@@ -110,10 +119,15 @@ def _through(gate: Gate, redispatch: Callable[..., Any]) -> Callable[..., Any]: 
             if dtype is not single and dtype is not complex_single:  # no level changes it
                 return redispatch(lower, operand, *args, **kwargs)
         entry = get_top()
-        if tagging:
-            if tagging[0].begin_with_product():
+        run = redispatch
+        if tagging or emulating:
+            if tagging and tagging[0].begin_with_product():
                 return tagging[0].tag_first(product(keys, operand, *args, **kwargs))
             key = wanted_rank()
+            for emulation in emulating:  # one at most
+                emulated = emulation.find(name, key, redispatch, (operand, *args))
+                if emulated is not None:
+                    run, key = emulated, _HIGHEST
         elif entry is None and not serves_backward():
             key = DEFAULT
         elif entry is None or (key := entry.rank) >= ASKS_NOTHING:
@@ -136,8 +150,8 @@ def _through(gate: Gate, redispatch: Callable[..., Any]) -> Callable[..., Any]: 
             while mine.key != key:  # also when a handler has taken so long that it was taken back
                 gate.become(key)
             if kwargs:
-                return redispatch(lower, operand, *args, **kwargs)
-            return redispatch(lower, operand, *args)
+                return run(lower, operand, *args, **kwargs)
+            return run(lower, operand, *args)
         finally:
             try:
                 try:

@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from precision_scope._emulation import emulated_hardware
+from precision_scope._hardware import Hardware
 from precision_scope._ledger import ledger
 from precision_scope._levels import parse_level
 from precision_scope._process import get_float32_matmul_precision
@@ -66,6 +68,8 @@ class Report:
             amounts to.
         scopes: The live scopes of all threads and tasks, in the order of entering.
         isolation: Whether each product runs at the level of its own context.
+        emulation: The hardware whose products are emulated, "cuda" or "tpu";
+            None for none.
         environment: Those environment variables that are set and override what
             the backends' settings say.
         changed_by_others: Whether a scope is live and torch's flags are not as
@@ -89,6 +93,7 @@ class Report:
     disagreeing: dict[str, Float32MatmulPrecision]
     scopes: tuple[ScopeReport, ...]
     isolation: bool
+    emulation: Hardware | None
     environment: dict[str, str]
     changed_by_others: bool
 
@@ -112,6 +117,7 @@ class Report:
                 for scope in self.scopes
             ],
             "isolation": self.isolation,
+            "emulation": self.emulation,
             "environment": dict(self.environment),
             "changed_by_others": self.changed_by_others,
         }
@@ -169,6 +175,7 @@ def report() -> Report:
         disagreeing={name: level for name, level in levels.items() if level not in (None, applied)},
         scopes=scopes,
         isolation=ledger.isolated,
+        emulation=emulated_hardware(),
         environment={name: value for name in OVERRIDES if (value := os.environ.get(name)) is not None},
         changed_by_others=changed_by_others,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
+from precision_scope._emulation import ARITHMETICS
 from precision_scope._levels import LEVELS
 from precision_scope._report import OVERRIDES, Report
 from precision_scope.backends._torch import TORCH_FLAGS
@@ -12,14 +13,24 @@ from precision_scope.backends._torch import TORCH_FLAGS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from precision_scope._hardware import Hardware
+    from precision_scope._levels import Float32MatmulPrecision
     from precision_scope._measure import Measurement
     from precision_scope._weights import WeightsMeasurement
+
+
+_MARK = "* emulated on the CPU"
 
 
 def text_of_report(found: Report) -> str:
     """Return a report as paragraphs."""
     isolation = (
         ("on", "a level for each thread and task") if found.isolation else ("off", "one level for all")
+    )
+    emulation = (
+        ("off", "the hardware at hand")
+        if found.emulation is None
+        else (found.emulation, "as products on the CPU are computed")
     )
     changed = ("yes", "not as the live scopes set them") if found.changed_by_others else ("no", "")
     blocks: dict[str, list[tuple[str, ...]]] = {
@@ -28,6 +39,7 @@ def text_of_report(found: Report) -> str:
             ("applied", found.applied, "in this process"),
             ("default", found.default, "where no scope is live"),
             ("isolation", *isolation),
+            ("emulation", *emulation),
             ("flags changed by others", *changed),
         ],
         "live scopes": [
@@ -57,7 +69,15 @@ def text_of_measurements(found: Sequence[Measurement]) -> str:
     """Return measurements as a table, and what each means."""
     table = _aligned(
         [
-            ("device", "level", "size", "error", "time", "speed"),
+            (
+                "device",
+                "level",
+                "size",
+                "error",
+                "time",
+                "speed",
+                *(f"error on {like}*" for like in ARITHMETICS),
+            ),
             *(
                 (
                     measurement.device,
@@ -66,24 +86,37 @@ def text_of_measurements(found: Sequence[Measurement]) -> str:
                     f"{measurement.error:.1e}",
                     f"{measurement.seconds * 1e3:.3f} ms",
                     f"{measurement.times_as_fast:.2f} x",
+                    *(_error(measurement.emulated.get(like)) for like in ARITHMETICS),
                 )
                 for measurement in found
             ),
         ]
     )
-    return "\n".join([table, "", *(measurement.sentence for measurement in found)])
+    emulated = [sentence for measurement in found for sentence in measurement.emulated_sentences]
+    return "\n".join([table, _MARK, "", *(measurement.sentence for measurement in found), *emulated])
 
 
 def text_of_weights(found: WeightsMeasurement, top: int) -> str:
     """Return what was measured of a checkpoint as a table of the worst matrices, and what each level does."""
     shown = found.matrices[:top]
+    cases: list[tuple[Hardware, Float32MatmulPrecision]] = [
+        (like, level) for like, arithmetics in ARITHMETICS.items() for level in arithmetics
+    ]
     table = _aligned(
         [
-            ("error at", *LEVELS, "device", "shape", "matrix"),
+            (
+                "error at",
+                *LEVELS,
+                *(f"{like} {level}*" for like, level in cases),
+                "device",
+                "shape",
+                "matrix",
+            ),
             *(
                 (
                     "",
-                    *(f"{error:.1e}" for error in matrix.errors.values()),
+                    *map(_error, matrix.errors.values()),
+                    *(_error(matrix.emulated[level][like]) for like, level in cases),
                     matrix.device,
                     "x".join(map(str, matrix.shape)),
                     matrix.name,
@@ -94,7 +127,11 @@ def text_of_weights(found: WeightsMeasurement, top: int) -> str:
     )
     more = len(found.matrices) - len(shown)
     hidden = [f"and {more} more, with smaller errors (--top {len(found.matrices)} shows all)"] if more else []
-    return "\n".join([table, *hidden, "", *found.sentences])
+    return "\n".join([table, *hidden, _MARK, "", *found.sentences])
+
+
+def _error(error: float | None) -> str:
+    return "" if error is None else f"{error:.1e}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -18,6 +18,8 @@ import precision_scope
 from precision_scope import (
     FLOAT32_MATMUL_PRECISION,
     Float32MatmulPrecision,
+    disable_emulation,
+    enable_emulation,
     get_float32_matmul_precision,
     matmul_precision,
     report,
@@ -73,6 +75,12 @@ assert_type(report().wanted, Float32MatmulPrecision)
 assert_type(report().backends, dict[str, dict[str, str]])
 assert_type([scope.task for scope in report().scopes], list[str | None])
 assert_type(report().to_dict(), dict[str, Any])
+assert_type(report().emulation, Literal["cuda", "tpu"] | None)
+enable_emulation("cuda")
+enable_emulation(like="tpu")
+enable_emulation("gpu")  # type: ignore[arg-type]
+enable_emulation()  # type: ignore[call-arg]
+disable_emulation()
 missing = precision_scope.matmul_precison  # type: ignore[attr-defined]
 register_backend(object())  # type: ignore[arg-type]
 Backend()  # type: ignore[abstract]

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from precision_scope import get_float32_matmul_precision, matmul_precision
+from precision_scope import (
+    disable_emulation,
+    enable_emulation,
+    get_float32_matmul_precision,
+    matmul_precision,
+)
 
 pytestmark = [
     pytest.mark.skipif(
@@ -188,3 +193,38 @@ def test_compiled_products(backend: str) -> None:
     for level in ("highest", "high", "highest", "medium", "highest"):
         with matmul_precision(level):
             assert is_tf32(compiled(a, b), exact) is TF32[level]
+
+
+EMULATED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "square": ((512, 512), (512, 512)),
+    "long sums": ((128, 8192), (8192, 256)),
+    "short sums": ((2048, 32), (32, 1024)),
+    "odd": ((333, 517), (517, 129)),
+    "batches": ((8, 256, 128), (8, 128, 192)),
+    "broadcast": ((4, 1, 128, 256), (3, 256, 128)),
+}
+
+
+@pytest.mark.parametrize("level", ["high", "medium"])
+@pytest.mark.parametrize("name", EMULATED)
+def test_emulation_makes_the_errors_of_the_hardware(name: str, level: str) -> None:
+    """On the CPU, within a factor of two of those of TF32 here, which it leaves alone."""
+    left, right = (random(*shape) for shape in EMULATED[name])
+    exact = left.double() @ right.double()
+
+    def error(product: torch.Tensor) -> float:
+        return float((product.double().to(exact) - exact).norm() / exact.norm())
+
+    with matmul_precision(level):
+        real = error(left @ right)
+    try:
+        enable_emulation("cuda")
+        with matmul_precision(level):
+            emulated = error(left.cpu() @ right.cpu())
+            assert error(left @ right) == real
+        enable_emulation("tpu")
+        with matmul_precision(level):
+            assert error(left @ right) == real
+    finally:
+        disable_emulation()
+    assert real / 2 < emulated < real * 2
