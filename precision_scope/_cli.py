@@ -13,14 +13,17 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from precision_scope._levels import Float32MatmulPrecision, parse_level
+from precision_scope._hardware import parse_hardware
+from precision_scope._levels import parse_level
 from precision_scope._run import check, run, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+
+_T = TypeVar("_T")
 
 _TOP = 20  # matrices of a checkpoint that fit on a screen
 
@@ -73,7 +76,8 @@ def _parser() -> _Parser:
     command = commands.add_parser(
         "measure",
         help="measure what each level does on this machine",
-        description="Multiply float32 matrices at each level; show the error against float64 and the speed.",
+        description="Multiply float32 matrices at each level; show the error against float64 and the speed, "
+        "and, emulated on the CPU, the error on a GPU and a TPU.",
     )
     command.add_argument(
         "--size", type=_size, metavar="N", help="rows and columns of the matrices (default: by device)"
@@ -91,26 +95,39 @@ def _parser() -> _Parser:
 
     command = commands.add_parser(
         "run",
-        help="run a program at a level",
-        usage="%(prog)s [-h] --level LEVEL [--force] (SCRIPT | -m MODULE | -c CODE | -) [ARGUMENT ...]",
-        description="Run a script, a module, code, or (-) standard input, and what it starts, at a level.",
+        help="run a program at a level, or with emulation",
+        usage="%(prog)s [-h] [--level LEVEL [--force]] [--emulate HARDWARE] "
+        "(SCRIPT | -m MODULE | -c CODE | -) [ARGUMENT ...]",
+        description="Run a script, a module, code, or (-) standard input, and what it starts, at a level, "
+        "with emulated hardware, or both.",
         allow_abbrev=False,
     )
     command.add_argument(
-        "--level", type=_level, required=True, metavar="LEVEL", help="highest, high or medium"
+        "--level", type=_argument(parse_level), metavar="LEVEL", help="highest, high or medium"
     )
     command.add_argument(
         "--force", action="store_true", help="keep the level, whatever the program sets or scopes"
+    )
+    command.add_argument(
+        "--emulate",
+        type=_argument(parse_hardware),
+        metavar="HARDWARE",
+        help="compute float32 products on the CPU as that hardware does at each level: cuda or tpu",
     )
     command.set_defaults(command=_run)
     return parser
 
 
-def _level(text: str) -> Float32MatmulPrecision:
-    try:
-        return parse_level(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Return what has the parser say what ``parse`` says of a wrong argument."""
+
+    def parse_argument(text: str) -> _T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_argument
 
 
 def _count(text: str) -> int:
@@ -174,8 +191,12 @@ def _show_weights(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.level is None and (arguments.force or arguments.emulate is None):
+        raise ValueError(
+            "say at which --level to run" + ("" if arguments.force else ", or what to --emulate")
+        )
     check(arguments.program)
-    return run(arguments.program, arguments.level, force=arguments.force)
+    return run(arguments.program, level=arguments.level, force=arguments.force, emulate=arguments.emulate)
 
 
 # How they print.

@@ -12,7 +12,9 @@ from typing import TypeAlias
 
 from precision_scope import PrecisionScopeError, matmul_precision, set_float32_matmul_precision
 from precision_scope._applied import put_back
+from precision_scope._emulation import emulated_hardware, set_emulation
 from precision_scope._entries import ASKS_NOTHING, ENDED, Entry, innermost
+from precision_scope._hardware import Hardware
 from precision_scope._ledger import ledger
 from precision_scope._levels import LEVELS, Float32MatmulPrecision
 from precision_scope._owners import Owner, this_thread
@@ -22,7 +24,11 @@ _Cells: TypeAlias = "dict[str, dict[str, str]]"
 
 
 class State:
-    """The float32 matmul state of the process at the moment when the object is made."""
+    """The float32 matmul state of the process at the moment when the object is made.
+
+    Attributes:
+        emulation: What is emulated, if anything is.
+    """
 
     def __init__(self) -> None:
         ledger.see_to_the_rest()
@@ -37,6 +43,7 @@ class State:
             self._written = applied.torch_flags.save() if self._live and not ledger.isolated else None
             self._cells, self._cells_in_scopes = self._look()
         self._threads = weakref.WeakSet(threading.enumerate())
+        self.emulation: Hardware | None = emulated_hardware()
 
     def _look(self) -> tuple[_Cells, _Cells]:
         """Return the settings, by the backends' names, at rest and as live scopes apply them."""
@@ -61,7 +68,9 @@ class State:
 
     def is_like(self, other: State) -> bool:
         """Tell whether another state is the same."""
-        return self._has_scopes_of(other) and not self._differences(other)
+        return (
+            self._has_scopes_of(other) and not self._differences(other) and self.emulation == other.emulation
+        )
 
     def _has_scopes_of(self, other: State) -> bool:
         return dict(self._live) == dict(other._live)
@@ -81,11 +90,14 @@ class State:
                         )
         return found
 
-    def bring_back(self) -> tuple[list[str], list[str]]:
+    def bring_back(self, *, emulation: bool = True) -> tuple[list[str], list[str]]:
         """Undo what has changed since; say what that was, and what could not be undone.
 
         A scope that a thread has entered which was there before stays: it may
         be about to leave it. Until then the settings are its.
+
+        Args:
+            emulation: Whether that is to be undone, too.
         """
         if self._leaked():
             gc.collect()  # those that nothing refers to any more end by themselves
@@ -106,6 +118,11 @@ class State:
             if differences or changed:
                 self._bring_settings_back(differences.keys(), failures)
             ledger.applied.default_set = self._default_set
+        if emulation:
+            now = emulated_hardware()
+            if now not in (self.emulation, None):  # to switch it off is to put back what is usual
+                changes.append(f"emulation: {self.emulation or 'off'} -> {now}")
+            set_emulation(self.emulation)
         return changes, failures
 
     def _leaked(self) -> list[Entry]:
@@ -172,4 +189,4 @@ def at_level(level: Float32MatmulPrecision) -> Generator[None]:
         with contextlib.nullcontext() if ledger.level() is None else matmul_precision(level):
             yield
     finally:
-        before.bring_back()
+        before.bring_back(emulation=False)

@@ -1,7 +1,7 @@
-"""Running somebody's program at a level, without editing it.
+"""Running somebody's program at a level, or with emulation, without editing it.
 
 The program gets a Python of its own, and so all that Python does for it. The
-environment hands the level to that Python and to those that it starts in turn,
+environment hands both to that Python and to those that it starts in turn,
 where a folder on PYTHONPATH has them set it. Nothing here imports torch.
 """
 
@@ -15,11 +15,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from precision_scope._hardware import Hardware
 from precision_scope._levels import Float32MatmulPrecision
 
 LEVEL = "PRECISION_SCOPE_RUN_LEVEL"
 FORCE = "PRECISION_SCOPE_RUN_FORCE"
-"""The environment variables that hand the level on."""
+EMULATE = "PRECISION_SCOPE_RUN_EMULATE"
+"""The environment variables that hand the options on."""
 
 _STARTUP = str(Path(__file__).parent / "_startup")
 
@@ -30,7 +32,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if argument == "--":
             return [*arguments[:number]], [*arguments[number + 1 :]]
         is_option = argument.startswith("-") and argument != "-" and argument[:2] not in ("-m", "-c")
-        if not is_option and arguments[number - 1 : number] != ["--level"]:
+        if not is_option and arguments[number - 1 : number] not in (["--level"], ["--emulate"]):
             return [*arguments[:number]], [*arguments[number:]]
     return [*arguments], []
 
@@ -52,13 +54,16 @@ def check(program: Sequence[str]) -> None:
         raise ValueError(f"there is no file {target!r}")
 
 
-def run(program: list[str], level: Float32MatmulPrecision, *, force: bool) -> int:
-    """Have this process become Python running a program at a level.
+def run(
+    program: list[str], *, level: Float32MatmulPrecision | None, force: bool, emulate: Hardware | None
+) -> int:
+    """Have this process become Python running a program, at a level or with emulation.
 
     Args:
         program: The arguments that Python takes for it.
-        level: The process default that it begins with.
+        level: The process default that it begins with, if that is not torch's.
         force: Whether what the program sets itself is to have no effect.
+        emulate: The hardware to emulate, if any.
 
     Returns:
         The program's exit status, on Windows; elsewhere it does not return.
@@ -67,13 +72,20 @@ def run(program: list[str], level: Float32MatmulPrecision, *, force: bool) -> in
         RuntimeError: If this Python ignores the environment, as the other one would.
     """
     if sys.flags.ignore_environment or sys.flags.no_site:
-        raise RuntimeError("Python's options -E, -I and -S keep the level from the program; leave them out")
+        raise RuntimeError(
+            "Python's options -E, -I and -S keep what is asked for from the program; leave them out"
+        )
     path = os.environ.get("PYTHONPATH", "")
     if path.split(os.pathsep)[0] != _STARTUP:
         path = os.pathsep.join([_STARTUP, path] if path else [_STARTUP])
-    environment = {**os.environ, "PYTHONPATH": path, LEVEL: level.value, FORCE: "1"}
-    if not force:
-        del environment[FORCE]
+    environment = {**os.environ, "PYTHONPATH": path}
+    if level is not None:
+        environment[LEVEL] = level.value
+        environment.pop(FORCE, None)
+    if force:
+        environment[FORCE] = "1"
+    if emulate is not None:
+        environment[EMULATE] = emulate
     command = [sys.executable, *_options(), *program]
     if os.name != "nt":
         os.execve(sys.executable, command, environment)

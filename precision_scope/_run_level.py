@@ -1,4 +1,4 @@
-"""The level that ``python -m precision_scope run`` gives a program, and what the program sets itself."""
+"""What ``python -m precision_scope run`` gives a program, and the levels that the program sets itself."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import os
 from collections.abc import Callable
 
 from precision_scope import _torch_api as api
-from precision_scope import set_float32_matmul_precision
+from precision_scope import enable_emulation, set_float32_matmul_precision
 from precision_scope._entries import force_level
+from precision_scope._hardware import parse_hardware
 from precision_scope._ledger import ledger
 from precision_scope._levels import Float32MatmulPrecision, parse_level
-from precision_scope._run import FORCE, LEVEL
+from precision_scope._run import EMULATE, FORCE, LEVEL
 from precision_scope.backends._torch import TorchFlags
 
 
-def set_level() -> None:
-    """Set the level that the environment names, in a process that has just imported torch."""
-    level = parse_level(os.environ.get(LEVEL))
+def begin() -> None:
+    """Set the level and the emulation that the environment names: torch has just been imported."""
+    if LEVEL in os.environ:
+        _set_level(parse_level(os.environ[LEVEL]))
+    if EMULATE in os.environ:
+        enable_emulation(parse_hardware(os.environ[EMULATE]))
+
+
+def _set_level(level: Float32MatmulPrecision) -> None:
     flags = ledger.applied.torch_flags
     before = flags.save()
     set_float32_matmul_precision(level)

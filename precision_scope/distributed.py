@@ -25,11 +25,11 @@ def verify_ranks(group: dist.ProcessGroup | None = None) -> None:
     Ranks that do not compute their products alike drift apart without an
     error. This is a collective call: every rank of the group makes it, at the
     same point of the program, and all get the same answer. What is compared is
-    what :func:`~precision_scope.report` shows: the levels wanted, applied and
-    in force by default, whether isolation is on, the backends' settings except
-    torch's for convolutions and RNNs, and the environment variables that
-    override them. Settings are compared as they read, so a rank whose torch was
-    never set differs from one that was set to the default.
+    what :func:`~precision_scope.report` shows: the levels wanted, applied and in
+    force by default, whether isolation is on, what is emulated, the backends'
+    settings except torch's for convolutions and RNNs, and the environment variables
+    that override them. Settings are compared as they read, so a rank whose torch
+    was never set differs from one that was set to the default.
 
     Args:
         group: The ranks to compare; by default all. A process that is not one
@@ -76,6 +76,7 @@ def _state() -> dict[str, str]:
         "applied": str(found.applied),
         "default": str(found.default),
         "isolation": "on" if found.isolation else "off",
+        "emulation": found.emulation or "off",
     }
     for backend, cells in found.backends.items():
         for cell, value in cells.items():

@@ -9,11 +9,14 @@ top-level ``conftest.py``, it gives a test suite
 * a fixture, ``float32_matmul_precision``: the test runs once at each level, and
   the fixture's value is that level;
 * an option, ``--matmul-precision LEVEL``: the whole run begins at that level;
+* an option, ``--emulate-matmul-precision cuda`` or ``tpu``: the whole run computes
+  as that hardware does, at each level, so that a CPU shows what a level does;
 * a leak check: a test that leaves the float32 matmul state changed, through
   whatever API, fails at its teardown with a message that says what has changed.
   The state is put back for later tests. The same goes for fixtures that live
   longer than a test. The ini option ``matmul_precision_leak`` says what to do
-  about a leak: ``fail``, the default, ``warn`` or ``off``.
+  about a leak: ``fail``, the default, ``warn`` or ``off``. Emulation that a test
+  has enabled is a leak; what it has disabled is enabled again.
 
 Levels are process defaults here, so that they hold in the threads and tasks of
 a test, too; inside a scope that a fixture holds they are scopes. Nothing here
@@ -25,19 +28,22 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
+from precision_scope._hardware import Hardware, parse_hardware
 from precision_scope._imports import when_imported
 from precision_scope._levels import LEVELS, Float32MatmulPrecision, parse_level
 
 if TYPE_CHECKING:
     from precision_scope._leaks import State
 
-_PUT_BACK = "it has been put back; a scope, with matmul_precision(...), does that by itself"
+_T = TypeVar("_T")
+
+_PUT_BACK = "it has been put back; a scope, with matmul_precision(...), does that for levels by itself"
 
 _MARKER = "matmul_precision"
 _FIXTURE = "float32_matmul_precision"
@@ -50,13 +56,17 @@ class _Run:
 
     Attributes:
         level: The level that it begins at; None for the one that torch has.
+        emulation: The hardware that is emulated, if any.
         on_leak: What is to be done about a leak.
         at_import: The state to begin with, once torch has been imported, if anybody wants to know.
         before: The state that the running test has to leave.
     """
 
-    def __init__(self, level: Float32MatmulPrecision | None, on_leak: str) -> None:
+    def __init__(
+        self, level: Float32MatmulPrecision | None, emulation: Hardware | None, on_leak: str
+    ) -> None:
         self.level = level
+        self.emulation: Hardware | None = emulation
         self.on_leak = on_leak
         self.at_import: State | None = None
         self.before: State | None = None
@@ -64,17 +74,23 @@ class _Run:
         self._has_ended = False
 
     def begin(self, _torch: ModuleType) -> None:
-        """Take on the level: torch has been imported."""
+        """Take on the level, and emulation: torch has been imported."""
         if self._has_ended:
             return
         from precision_scope._leaks import State, at_level  # noqa: PLC0415
 
+        if self.emulation is not None:
+            from precision_scope import enable_emulation  # noqa: PLC0415
+            from precision_scope._emulation import emulated_hardware, set_emulation  # noqa: PLC0415
+
+            self._stack.callback(set_emulation, emulated_hardware())
+            enable_emulation(self.emulation)
         if self.level is not None:
             self._stack.enter_context(at_level(self.level))
         self.at_import = State() if self.on_leak != "off" else None
 
     def end(self) -> None:
-        """Let go of the level."""
+        """Let go of them."""
         self._has_ended = True
         self._stack.close()
 
@@ -91,6 +107,9 @@ class _Run:
         """Have a test run at a level, if any, and leave no leak."""
         with contextlib.ExitStack() as stack:
             if level is not None:
+                # The run's own level comes first.
+                import torch  # noqa: F401, PLC0415  # pyright: ignore[reportUnusedImport]
+
                 from precision_scope._leaks import at_level  # noqa: PLC0415
 
                 stack.enter_context(at_level(level))
@@ -169,11 +188,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="LEVEL",
         help="run all tests at this float32 matmul precision: highest, high or medium",
     )
+    group.addoption(
+        "--emulate-matmul-precision",
+        metavar="HARDWARE",
+        help="compute float32 matrix products on the CPU as that hardware does: cuda or tpu",
+    )
     parser.addini(
         "matmul_precision_leak",
         "what to do about a test that leaves the float32 matmul state changed: fail, warn or off",
         default="fail",
     )
+
+
+def _parsed(option: str, value: object, parse: Callable[[object], _T]) -> _T | None:
+    try:
+        return None if value is None else parse(value)
+    except ValueError as error:
+        raise pytest.UsageError(f"{option}: {error}") from None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -184,11 +215,12 @@ def pytest_configure(config: pytest.Config) -> None:
     level, on_leak = config.getoption("--matmul-precision"), config.getini("matmul_precision_leak")
     if on_leak not in _LEAK:
         raise pytest.UsageError(f"matmul_precision_leak must be one of {', '.join(_LEAK)}, got {on_leak!r}")
-    try:
-        run = _Run(None if level is None else parse_level(level), on_leak)
-    except ValueError as error:
-        raise pytest.UsageError(f"--matmul-precision: {error}") from None
-    config.stash[_run] = run
+    emulation = config.getoption("--emulate-matmul-precision")
+    run = config.stash[_run] = _Run(
+        _parsed("--matmul-precision", level, parse_level),
+        _parsed("--emulate-matmul-precision", emulation, parse_hardware),
+        on_leak,
+    )
     when_imported("torch", run.begin)
 
 
@@ -199,9 +231,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Show the level of the whole run."""
-    level = config.stash[_run].level
-    return None if level is None else f"float32 matmul precision: {level}"
+    """Show the level of the whole run, and what it emulates."""
+    run = config.stash[_run]
+    emulated = None if run.emulation is None else f"emulated as on {run.emulation}"
+    shown = [value for value in (run.level, emulated) if value is not None]
+    return f"float32 matmul precision: {', '.join(shown)}" if shown else None
 
 
 def _level_of(test: pytest.Item) -> Float32MatmulPrecision | None:

@@ -21,6 +21,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from precision_scope import (
     PrecisionScopeError,
+    disable_emulation,
+    enable_emulation,
     enable_isolation,
     matmul_precision,
     set_float32_matmul_precision,
@@ -154,6 +156,17 @@ def isolation(last: bool) -> str | None:
     return said()
 
 
+def emulation(last: bool) -> str | None:
+    """Verify with emulation on there; isolation is on everywhere."""
+    enable_isolation()
+    if last:
+        enable_emulation("cuda")
+    try:
+        return said()
+    finally:
+        disable_emulation()
+
+
 CHECKS: tuple[Callable[[bool], str | None], ...] = (
     untouched,
     same_scope,
@@ -166,8 +179,9 @@ CHECKS: tuple[Callable[[bool], str | None], ...] = (
     first_differs,
     all_but_first,
     all_but_first_alike,
-    convolutions,  # this and the next cannot be undone
+    convolutions,  # this and the next ones cannot be undone
     isolation,
+    emulation,
 )
 
 OTHERS: list[dist.ProcessGroup] = []  # the group of all ranks but the first

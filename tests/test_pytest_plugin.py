@@ -925,6 +925,180 @@ def test_a_wrong_level_is_refused(pytester: pytest.Pytester) -> None:
     result.stderr.fnmatch_lines(["ERROR: --matmul-precision: *what others call 'tf32' is 'high' here"])
 
 
+# Emulation, which needs isolation for good: in processes of their own.
+
+IS_TF32 = """
+def is_tf32():
+    a = torch.tensor([[1.0001]])
+    return (a @ a).item() == 1.0
+"""
+
+
+def run_apart(pytester: pytest.Pytester, tests: str, *options: str) -> pytest.RunResult:
+    """Run tests with the plug-in, in another process."""
+    pytester.makepyfile(IMPORTS + IS_TF32 + dedent(tests))
+    pytester.makeini("[pytest]")
+    return pytester.runpytest_subprocess("-p", "precision_scope.pytest_plugin", "-p", "no:randomly", *options)
+
+
+EMULATED = """
+at_collection = is_tf32()
+
+def test_at_the_level_of_the_run():
+    assert is_tf32() and at_collection
+
+@pytest.mark.matmul_precision("highest")
+def test_marked():
+    assert not is_tf32()
+
+def test_in_a_scope():
+    with matmul_precision("highest"):
+        assert not is_tf32()
+
+class TestOfUnittest(unittest.TestCase):
+    def test_in_a_thread(self):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(is_tf32()))
+        thread.start()
+        thread.join()
+        assert found == [True]
+"""
+
+
+@pytest.mark.parametrize("workers", [(), ("-n2",)])
+def test_a_whole_run_can_be_emulated(pytester: pytest.Pytester, workers: tuple[str, ...]) -> None:
+    """Each test at its level, under xdist, too; the header says so."""
+    options = ("--emulate-matmul-precision", "cuda", "--matmul-precision=medium", *workers)
+    result = run_apart(pytester, EMULATED, *options)
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(["float32 matmul precision: medium, emulated as on cuda"])
+
+
+def test_emulation_alone_leaves_the_levels_to_the_tests(pytester: pytest.Pytester) -> None:
+    """The default is torch's own, and it ends with the run; torch is not imported for it."""
+    pytester.makepyfile(
+        test_emulated=f"""
+        def test_without():
+            import sys
+            assert "torch" not in sys.modules
+        def test_with():
+            import torch
+            from precision_scope import matmul_precision
+            {indent(dedent(IS_TF32), "            ").strip()}
+            assert not is_tf32()
+            with matmul_precision("high"):
+                assert is_tf32()
+        """,
+        main="""
+        import pytest
+        options = ["-p", "precision_scope.pytest_plugin", "-p", "no:randomly", "test_emulated.py"]
+        status = pytest.main([*options, "--emulate-matmul-precision=cuda"])
+        from precision_scope import report
+        assert (status, report().emulation, report().isolation) == (0, None, True)
+        """,
+    )
+    pytester.makeini("[pytest]")
+    result = pytester.runpython(pytester.path / "main.py")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["float32 matmul precision: emulated as on cuda"])
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "later", "message"),
+    [
+        ((), 'enable_emulation("tpu")', None, "off -> tpu"),
+        (("--emulate-matmul-precision=cuda",), 'enable_emulation("tpu")', "cuda", "cuda -> tpu"),
+    ],
+)
+def test_a_test_that_changes_emulation_leaks(
+    pytester: pytest.Pytester, options: tuple[str, ...], change: str, later: str | None, message: str
+) -> None:
+    """It is put back; so is what a fixture of a module changes, which is named."""
+    result = run_apart(
+        pytester,
+        f"""
+        def test_leaking():
+            {change}
+
+        def test_later():
+            assert report().emulation == {later!r}
+
+        @pytest.fixture(scope="module")
+        def of_the_module():
+            {change}
+
+        def test_with_it(of_the_module):
+            pass
+
+        @pytest.mark.matmul_precision("high")
+        def test_changed_and_put_back():
+            before = report().emulation
+            {change}
+            enable_emulation(before) if before else disable_emulation()
+        """,
+        *options,
+    )
+    result.assert_outcomes(passed=4, errors=2)
+    result.stdout.fnmatch_lines(
+        [
+            "the test left the float32 matmul state changed:",
+            f"  emulation: {message}",
+            "it has been put back; *",
+            "the module's fixture 'of_the_module' left the float32 matmul state changed:",
+            f"  emulation: {message}",
+        ]
+    )
+
+
+def test_what_the_option_has_on_a_test_may_switch_off(pytester: pytest.Pytester) -> None:
+    """It cannot know how to put that back; the plug-in does."""
+    result = run_apart(
+        pytester,
+        """
+        def test_both():
+            enable_emulation("tpu")
+            disable_emulation()
+
+        def test_later():
+            assert report().emulation == "cuda"
+        """,
+        "--emulate-matmul-precision=cuda",
+    )
+    result.assert_outcomes(passed=2)
+
+
+def test_what_a_wider_fixture_emulates_stays(pytester: pytest.Pytester) -> None:
+    """Also where the first test that asks for it has a level of its own."""
+    result = run_apart(
+        pytester,
+        """
+        @pytest.fixture(scope="session")
+        def emulated():
+            enable_emulation("cuda")
+            yield
+            disable_emulation()
+
+        @pytest.mark.matmul_precision("high")
+        def test_first(request):
+            request.getfixturevalue("emulated")
+            assert is_tf32()
+
+        def test_later(emulated):
+            assert report().emulation == "cuda"
+        """,
+    )
+    result.assert_outcomes(passed=2)
+
+
+def test_other_hardware_is_refused(pytester: pytest.Pytester) -> None:
+    """Before any test runs, in one line."""
+    result = run(pytester, function("pass"), "--emulate-matmul-precision", "gpu")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: --emulate-matmul-precision: emulated hardware must be 'cuda' or 'tpu', got 'gpu'"]
+    )
+
+
 # Around it.
 
 
@@ -965,6 +1139,31 @@ def test_torch_is_not_imported_before_a_test_does_so(pytester: pytest.Pytester) 
     result = pytester.runpytest_subprocess("--matmul-precision=medium", "-p", "no:randomly")
     result.assert_outcomes(passed=3, errors=1)
     result.stdout.fnmatch_lines(["  torch float32_matmul_precision: medium -> high"])
+
+
+@pytest.mark.parametrize("options", [(), ("--matmul-precision=medium", "--emulate-matmul-precision=cuda")])
+def test_a_suite_that_leaves_the_import_of_torch_to_the_plug_in(
+    pytester: pytest.Pytester, options: tuple[str, ...]
+) -> None:
+    """A test with the marker, or the fixture, is the first to need it."""
+    pytester.makeini("[pytest]")
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.matmul_precision("high")
+        def test_marked():
+            import torch
+            assert torch.get_float32_matmul_precision() == "high"
+        def test_each(float32_matmul_precision):
+            import torch
+            assert torch.get_float32_matmul_precision() == float32_matmul_precision
+        """
+    )
+    for test in ((), ("-k", "test_each")):
+        result = pytester.runpytest_subprocess(
+            "-p", "precision_scope.pytest_plugin", "-p", "no:randomly", *options, *test
+        )
+        assert result.ret == 0
 
 
 def test_scopes_that_are_live_around_the_run_stay(pytester: pytest.Pytester) -> None:

@@ -69,6 +69,7 @@ def test_ranks_that_agree_are_no_error(groups: dict[str, Any], check: str, size:
         ("environment", ["NVIDIA_TF32_OVERRIDE is '0', not unset"]),
         ("plugin", ["plugin's cell is 'on', not unset"]),
         ("isolation", ["isolation is 'on', not 'off'"]),
+        ("emulation", ["emulation is 'cuda', not 'off'"]),
     ],
 )
 def test_every_rank_is_told_which_differs_and_in_what(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
@@ -357,13 +358,62 @@ def test_what_dynamo_puts_back_is_nothing_that_the_program_sets() -> None:
     assert run("-c", code, python_options=("-W", "ignore")).stdout == "medium\n"
 
 
+# Emulation.
+
+EMULATED = """
+import subprocess, sys, torch
+from precision_scope import *
+a = torch.tensor([[1.0001]])
+print(report().emulation, torch.get_float32_matmul_precision(), (a @ a).item() == 1.0, end=" ")
+with matmul_precision("high"):
+    print((a @ a).item() == 1.0, flush=True)
+if len(sys.argv) < 2:
+    subprocess.run([sys.executable, __file__, "child"], check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (("--emulate", "cuda"), "cuda highest False True"),
+        (("--emulate=tpu", "--level", "medium"), "tpu medium True False"),
+        (("--level", "medium", "--force", "--emulate", "cuda"), "cuda medium True True"),
+    ],
+)
+def test_a_program_runs_with_emulation(tmp_path: Path, options: tuple[str, ...], shown: str) -> None:
+    """At its own levels, or at one that is given; and so do the processes that it starts."""
+    (tmp_path / "program.py").write_text(EMULATED)
+    result = python("-m", "precision_scope", "run", *options, str(tmp_path / "program.py"))
+    assert (result.stdout, result.stderr) == (f"{shown}\n" * 2, "")
+
+
+def test_what_is_emulated_does_not_show_in_the_columns_of_measure() -> None:
+    """They are of TF32 and bfloat16, whatever a forced level makes of "highest"."""
+    options = ("--emulate", "tpu", "--level", "medium", "--force")
+    command = ("-m", "precision_scope", "measure", "--size", "128", "--json")
+    found = json.loads(python("-m", "precision_scope", "run", *options, *command).stdout)
+    assert [measured["error"] > 1e-3 for measured in found] == [True] * 3
+    assert 1e-4 < found[1]["emulated"]["cuda"] < 1e-3
+
+
+def test_an_inner_run_keeps_what_it_does_not_say(tmp_path: Path) -> None:
+    """The level of the outer one, say."""
+    (tmp_path / "program.py").write_text(EMULATED)
+    inner = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
+    command = ("-m", "precision_scope", "run", "--emulate", "cuda", str(tmp_path / "program.py"), "x")
+    assert run("-c", inner, *command).stdout == "cuda medium True True\n"
+
+
 # Errors.
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("script.py",), "the following arguments are required: --level"),
+        (("script.py",), "say at which --level to run, or what to --emulate"),
+        (("--force", "--emulate", "cuda", "script.py"), "say at which --level to run"),
+        (("--emulate", "gpu", "script.py"), "emulated hardware must be 'cuda' or 'tpu', got 'gpu'"),
+        (("--emulate", "cuda"), "say what to run"),
         (("--level", "tf32", "script.py"), "what others call 'tf32' is 'high' here"),
         (("--level", "highest"), "say what to run: a script, -m MODULE, -c CODE or - for standard input"),
         (("--level", "highest", "-m"), "say what to run"),
@@ -397,7 +447,7 @@ def test_options_that_would_lose_the_level_are_refused(option: str) -> None:
     )
     result = python(option, "-c", code)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert "keep the level from the program" in result.stderr
+    assert "keep what is asked for from the program" in result.stderr
 
 
 def test_a_level_that_cannot_be_set_stops_the_program() -> None:

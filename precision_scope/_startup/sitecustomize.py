@@ -15,9 +15,9 @@ if sys.version_info >= (3, 10):  # noqa: UP036 -- see above
     try:
         from precision_scope._imports import when_imported
 
-        when_imported("torch", lambda _torch: __import__("precision_scope._run_level")._run_level.set_level())
+        when_imported("torch", lambda _torch: __import__("precision_scope._run_level")._run_level.begin())
     except Exception as error:  # the program would run at another level than asked for
-        sys.stderr.write("precision_scope: the level cannot be set: " + repr(error) + "\n")
+        sys.stderr.write("precision_scope: what is asked for cannot be set: " + repr(error) + "\n")
         sys.stderr.flush()
         os._exit(2)  # site turns SystemExit into a fatal error of Python's
     finally:
