@@ -11,7 +11,10 @@ import torch
 
 from precision_scope import _torch_api as api
 from precision_scope import matmul_precision
+from precision_scope._emulation import ARITHMETICS
+from precision_scope._hardware import Hardware
 from precision_scope._levels import LEVELS, Float32MatmulPrecision
+from precision_scope._operators import without_emulation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +54,8 @@ class Measurement:
         same_bits: Whether the product is that of "highest", bit for bit.
         seconds: The shortest time that a product took.
         times_as_fast: How many times as fast as "highest" that is.
+        emulated: The error that the level makes on hardware that is emulated,
+            for each that it makes a difference to.
     """
 
     device: str
@@ -61,11 +66,21 @@ class Measurement:
     same_bits: bool
     seconds: float
     times_as_fast: float
+    emulated: dict[Hardware, float]
 
     @property
     def sentence(self) -> str:
         """Say what the level does."""
         return f'On {self.device}, "{self.level}" {self._accuracy()}{self._speed()}.'
+
+    @property
+    def emulated_sentences(self) -> list[str]:
+        """Say what it does on hardware that is emulated."""
+        highest = self.error / self.times_the_error
+        return [
+            f'On {like}, emulated, "{self.level}" makes {times(error / highest)} the error of "highest".'
+            for like, error in self.emulated.items()
+        ]
 
     def _accuracy(self) -> str:
         if self.level == _HIGHEST:
@@ -88,6 +103,26 @@ class Measurement:
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain values, for JSON."""
         return {**dataclasses.asdict(self), "level": self.level.value, "sentence": self.sentence}
+
+
+def emulated_errors(
+    left: torch.Tensor, right: torch.Tensor, exact: torch.Tensor
+) -> dict[Float32MatmulPrecision, dict[Hardware, float]]:
+    """Return the error of a product at each level, on each hardware on which that makes a difference."""
+    errors: dict[Float32MatmulPrecision, dict[Hardware, float]] = {level: {} for level in LEVELS}
+    for like, arithmetics in ARITHMETICS.items():
+        for level, (split, passes) in arithmetics.items():
+            lefts, rights = split(left), split(right)
+            terms = [
+                without_emulation(multiply, lefts[one], rights[other], _HIGHEST) for one, other in passes
+            ]
+            errors[level][like] = error_of(torch.stack(terms).sum(0), exact)
+    return errors
+
+
+def error_of(product: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the norm of a product's difference from the float64 product, relative to that of the latter."""
+    return float(torch.dist(product.cpu().double(), exact)) / (float(exact.square().sum().sqrt()) or 1)
 
 
 def times(ratio: float) -> str:
@@ -147,7 +182,7 @@ def _measure_device(device: str, size: int | None, progress: Callable[[str], obj
     left = torch.randn(size, size, generator=random, dtype=torch.float32, device="cpu")
     right = torch.randn(size, size, generator=random, dtype=torch.float32, device="cpu")
     exact = left[:_ROWS].double() @ right.double()
-    norm = float(exact.square().sum().sqrt())
+    emulated = emulated_errors(left[:_ROWS], right, exact)
     left, right = left.to(device), right.to(device)
 
     # Errors first: these products also warm up what is timed.
@@ -157,7 +192,7 @@ def _measure_device(device: str, size: int | None, progress: Callable[[str], obj
     for level in LEVELS:
         progress(f"{device}: error at {level}")
         product = multiply(left, right, level)
-        errors[level] = float(torch.dist(product[:_ROWS].cpu().double(), exact)) / norm
+        errors[level] = error_of(product[:_ROWS], exact)
         same_bits[level] = torch.equal(product, reference)
     seconds = _fastest(functools.partial(multiply, left, right), lambda step: progress(f"{device}: {step}"))
     return [
@@ -170,6 +205,7 @@ def _measure_device(device: str, size: int | None, progress: Callable[[str], obj
             same_bits=same_bits[level],
             seconds=seconds[level],
             times_as_fast=seconds[_HIGHEST] / seconds[level],
+            emulated=emulated[level],
         )
         for level in LEVELS
     ]

@@ -11,8 +11,18 @@ from typing import Any
 import torch
 
 from precision_scope._checkpoints import read_checkpoint
+from precision_scope._emulation import ARITHMETICS
+from precision_scope._hardware import Hardware
 from precision_scope._levels import LEVELS, Float32MatmulPrecision
-from precision_scope._measure import FLOAT32_ERROR, SAME_ACCURACY, chosen_devices, multiply, times
+from precision_scope._measure import (
+    FLOAT32_ERROR,
+    SAME_ACCURACY,
+    chosen_devices,
+    emulated_errors,
+    error_of,
+    multiply,
+    times,
+)
 
 # Of larger matrices evenly spaced rows are measured, and of very wide ones columns:
 # plenty for a norm. Sums of float32 over more columns lose more than they tell of a level.
@@ -36,6 +46,8 @@ class MatrixMeasurement:
         errors: For each level, the norm of the difference from the float64
             product, relative to the norm of that; not finite where entries are not.
         same_bits: For each level, whether the product is that of "highest", bit for bit.
+        emulated: For each level, the error that it makes on hardware that is
+            emulated, for each that it makes a difference to.
     """
 
     name: str
@@ -43,6 +55,7 @@ class MatrixMeasurement:
     device: str
     errors: dict[Float32MatmulPrecision, float]
     same_bits: dict[Float32MatmulPrecision, bool]
+    emulated: dict[Float32MatmulPrecision, dict[Hardware, float]]
 
     @property
     def is_finite(self) -> bool:
@@ -54,6 +67,17 @@ class MatrixMeasurement:
         """The largest of the errors; infinity where there is none to tell."""
         return max(self.errors.values()) if self.is_finite else math.inf
 
+    @property
+    def worst_emulated_error(self) -> float:
+        """The largest of the emulated ones."""
+        emulated = [error for errors in self.emulated.values() for error in errors.values()]
+        return max(emulated) if self.is_finite else math.inf
+
+    @property
+    def shows_levels(self) -> bool:
+        """Whether a level makes larger errors than "highest" here."""
+        return self.is_finite and self.worst_error > SAME_ACCURACY * max(self.errors[_HIGHEST], _UNIT)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain values, for JSON."""
         return {
@@ -62,8 +86,9 @@ class MatrixMeasurement:
             "device": self.device,
             "levels": {
                 level.value: {
-                    "error": error if math.isfinite(error) else None,
+                    "error": _finite(error),
                     "same_bits": self.same_bits[level],
+                    "emulated": {like: _finite(error) for like, error in self.emulated[level].items()},
                 }
                 for level, error in self.errors.items()
             },
@@ -75,7 +100,8 @@ class WeightsMeasurement:
     """What the levels do to the matrices of a checkpoint.
 
     Attributes:
-        matrices: The matrices, those with the largest errors first.
+        matrices: The matrices, those with the largest errors first; by the
+            emulated errors where no level shows on the hardware at hand.
         left_out: How many tensors are no float32 matrices, by what they are.
     """
 
@@ -87,6 +113,8 @@ class WeightsMeasurement:
         """What each level does, and what was left out."""
         devices = list(dict.fromkeys(matrix.device for matrix in self.matrices))
         said = [self._sentence(device, level) for device in devices for level in LEVELS]
+        for like, arithmetics in ARITHMETICS.items():
+            said += [self._emulated_sentence(like, level) for level in arithmetics]
         unknown = {matrix.name for matrix in self.matrices if not matrix.is_finite}
         if unknown:
             said.append(f"Of {_count(unknown)} not all entries are finite.")
@@ -97,7 +125,16 @@ class WeightsMeasurement:
 
     def _sentence(self, device: str, level: Float32MatmulPrecision) -> str:
         known = [matrix for matrix in self.matrices if matrix.device == device and matrix.is_finite]
-        return f'On {device}, "{level}" {_what_it_does(level, known)}.'
+        if level != _HIGHEST and known and all(matrix.same_bits[level] for matrix in known):
+            what = f'gives the results of "highest" bit for bit, with {_count(known)}'
+        else:
+            what = _what_it_does(level, known, [matrix.errors[level] for matrix in known])
+        return f'On {device}, "{level}" {what}.'
+
+    def _emulated_sentence(self, like: Hardware, level: Float32MatmulPrecision) -> str:
+        known = [matrix for matrix in self.matrices if matrix.is_finite]
+        what = _what_it_does(level, known, [matrix.emulated[level][like] for matrix in known])
+        return f'On {like}, emulated, "{level}" {what}.'
 
     def to_dict(self, top: int | None = None) -> dict[str, Any]:
         """Return the record as plain values, for JSON, with the worst of the matrices or all."""
@@ -108,21 +145,27 @@ class WeightsMeasurement:
         }
 
 
-def _what_it_does(level: Float32MatmulPrecision, matrices: list[MatrixMeasurement]) -> str:
+def _finite(error: float) -> float | None:
+    return error if math.isfinite(error) else None
+
+
+def _what_it_does(
+    level: Float32MatmulPrecision, matrices: list[MatrixMeasurement], errors: list[float]
+) -> str:
     if not matrices:
         return "cannot be judged by these matrices"
-    if level != _HIGHEST and all(matrix.same_bits[level] for matrix in matrices):
-        return f'gives the results of "highest" bit for bit, with {_count(matrices)}'
-    worst = max(matrices, key=lambda matrix: matrix.errors[level])
-    largest = f"up to {worst.errors[level]:.1e}, with {worst.name!r}"
+    largest = max(errors)
+    said = f"up to {largest:.1e}, with {matrices[errors.index(largest)].name!r}"
     if level == _HIGHEST:
-        if worst.errors[level] > FLOAT32_ERROR:
-            return f"is not true float32: errors are {largest}, so something else overrides it"
-        return f"is true float32, with errors {largest}"
-    ratio = max(matrix.errors[level] / max(matrix.errors[_HIGHEST], _UNIT) for matrix in matrices)
+        if largest > FLOAT32_ERROR:
+            return f"is not true float32: errors are {said}, so something else overrides it"
+        return f"is true float32, with errors {said}"
+    ratio = max(
+        error / max(matrix.errors[_HIGHEST], _UNIT) for matrix, error in zip(matrices, errors, strict=True)
+    )
     if ratio <= SAME_ACCURACY:
-        return 'gives other bits than "highest" with the same accuracy'
-    return f"makes errors {largest}: up to {times(ratio)} those of float32"
+        return 'has the accuracy of "highest"'
+    return f"makes errors {said}: up to {times(ratio)} those of float32"
 
 
 def _count(matrices: Collection[object]) -> str:
@@ -157,7 +200,11 @@ def measure_weights(
         except (MemoryError, RuntimeError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise ValueError(f"{path}: {name} cannot be multiplied: {reason}") from error
-    return WeightsMeasurement(sorted(found, key=lambda matrix: -matrix.worst_error), left_out)
+    if any(matrix.shows_levels for matrix in found):
+        found.sort(key=lambda matrix: -matrix.worst_error)
+    else:
+        found.sort(key=lambda matrix: -matrix.worst_emulated_error)
+    return WeightsMeasurement(found, left_out)
 
 
 def _measure_matrix(name: str, matrix: torch.Tensor, devices: list[str]) -> list[MatrixMeasurement]:
@@ -170,10 +217,11 @@ def _measure_matrix(name: str, matrix: torch.Tensor, devices: list[str]) -> list
     vectors = min(_MOST_VECTORS, _MOST_ENTRIES // part.shape[1])
     other = torch.randn(part.shape[1], vectors, generator=random, dtype=torch.float32, device="cpu")
     exact = part @ other.double()
-    norm = float(exact.square().sum().sqrt())
+    part = part.float()
+    emulated = emulated_errors(part, other, exact)
     found: list[MatrixMeasurement] = []
     for device in devices:
-        left, right = part.float().to(device), other.to(device)
+        left, right = part.to(device), other.to(device)
         products = {level: multiply(left, right, level).cpu() for level in LEVELS}
         bits = {level: product.view(torch.int32) for level, product in products.items()}
         found.append(
@@ -181,11 +229,9 @@ def _measure_matrix(name: str, matrix: torch.Tensor, devices: list[str]) -> list
                 name=name,
                 shape=(rows, columns),
                 device=device,
-                errors={
-                    level: float(torch.dist(product.double(), exact)) / (norm or 1)
-                    for level, product in products.items()
-                },
+                errors={level: error_of(product, exact) for level, product in products.items()},
                 same_bits={level: torch.equal(bits[level], bits[_HIGHEST]) for level in LEVELS},
+                emulated=emulated,
             )
         )
     return found

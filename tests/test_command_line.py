@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from precision_scope import (
     Float32MatmulPrecision,
     _cli,
     _measure,
+    _report,
     _torch_api,
     matmul_precision,
     report,
@@ -178,6 +180,17 @@ def test_the_report_says_that_isolation_is_on() -> None:
     assert ["isolation", "on"] in [line[:2] for line in lines]
 
 
+@pytest.mark.parametrize("like", [None, "tpu"])
+def test_the_report_says_what_is_emulated(
+    like: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that nothing is."""
+    monkeypatch.setattr(_report, "emulated_hardware", lambda: like)
+    lines = block_of(output_of(capsys), "float32 matmul precision")
+    assert ["emulation", like or "off"] in [line[:2] for line in lines]
+    assert json.loads(output_of(capsys, "--json"))["emulation"] == like
+
+
 def test_json_is_the_record(capsys: pytest.CaptureFixture[str]) -> None:
     """--json prints what report().to_dict() returns."""
     with matmul_precision("high"):
@@ -227,6 +240,21 @@ def test_the_error_is_that_of_float32() -> None:
     highest, *_ = measure(ignore_progress, size=64, device="cpu")
     assert 2**-26 < highest.error < 2**-20
     assert highest.times_the_error == 1
+
+
+def test_the_errors_of_emulated_hardware_are_measured_beside() -> None:
+    """Those of TF32 and bfloat16, whatever the hardware at hand does."""
+    highest, high, medium = measure(ignore_progress, size=512, device="cpu")
+    assert highest.emulated == {}
+    expected: list[tuple[Measurement, Any, float]] = [
+        (high, "cuda", 3e-4),
+        (medium, "cuda", 3e-4),
+        (high, "tpu", 4e-6),
+        (medium, "tpu", 2e-3),
+    ]
+    for measured, like, error in expected:
+        assert error / 1.5 < measured.emulated[like] < error * 1.5
+    assert medium.to_dict()["emulated"] == medium.emulated
 
 
 def test_a_less_precise_level_shows_in_its_error_and_bits() -> None:
@@ -347,6 +375,7 @@ def measurement(level: str, **fields: Any) -> Measurement:
         "same_bits": True,
         "seconds": 1e-3,
         "times_as_fast": 1.0,
+        "emulated": {},
     }
     return Measurement(**{**same, **fields})
 
@@ -389,12 +418,18 @@ def test_a_measurement_says_what_the_level_does(record: Measurement, sentence: s
 def test_measure_prints_a_row_and_a_sentence_for_each_level(capsys: pytest.CaptureFixture[str]) -> None:
     """A table comes first, then the sentences."""
     lines = output_of(capsys, "measure", *SMALL, "--device", "cpu").splitlines()
-    table, sentences = lines[:4], lines[5:]
-    assert table[0].split() == ["device", "level", "size", "error", "time", "speed"]
-    assert [row.split()[:3] for row in table[1:]] == [["cpu", level, "64"] for level in LEVELS]
-    assert [sentence.partition('" ')[0] for sentence in sentences] == [
-        f'On cpu, "{level}' for level in LEVELS
+    table, mark, sentences = lines[:4], lines[4], lines[6:]
+    assert table[0].split() == [
+        *("device", "level", "size", "error", "time", "speed", "error", "on", "cuda*", "error", "on", "tpu*")
     ]
+    assert [row.split()[:3] for row in table[1:]] == [["cpu", level, "64"] for level in LEVELS]
+    assert [len(row.split()) for row in table[1:]] == [8, 10, 10]
+    assert mark == "* emulated on the CPU"
+    assert [sentence.partition('" ')[0] for sentence in sentences] == [
+        *(f'On cpu, "{level}' for level in LEVELS),
+        *(f'On {like}, emulated, "{level}' for level in ("high", "medium") for like in ("cuda", "tpu")),
+    ]
+    assert re.search(r"makes [12],\d{3} times", sentences[3])
 
 
 @pytest.mark.parametrize("arguments", [("measure", "--json"), ("--json", "measure")])

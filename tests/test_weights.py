@@ -20,7 +20,8 @@ import torch
 from test_command_line import Products, error_of, ignore_progress, output_of
 from torch import nn
 
-from precision_scope import Float32MatmulPrecision, _weights
+from precision_scope import Float32MatmulPrecision, _measure, _weights
+from precision_scope._emulation import ARITHMETICS
 from precision_scope._weights import WeightsMeasurement, measure_weights
 
 HIGHEST, HIGH, MEDIUM = Float32MatmulPrecision
@@ -139,13 +140,11 @@ def test_a_less_precise_level_shows_and_the_worst_come_first(tmp_path: Path) -> 
     with Products():
         found = measured(tmp_path, state)
     assert found.matrices[0].name == "random"
-    assert [matrix.name for matrix in found.matrices] == sorted(
-        state, key=lambda name: -next(m.errors[MEDIUM] for m in found.matrices if m.name == name)
-    )
+    assert found.matrices == sorted(found.matrices, key=lambda matrix: -matrix.errors[MEDIUM])
     worst = found.matrices[0]
     assert 1e-3 < worst.errors[MEDIUM] < 4e-3
     assert worst.same_bits == {HIGHEST: True, HIGH: True, MEDIUM: False}
-    highest, high, medium = found.sentences
+    highest, high, medium, *_ = found.sentences
     assert highest.startswith('On cpu, "highest" is true float32, with errors up to ')
     assert high == 'On cpu, "high" gives the results of "highest" bit for bit, with 3 matrices.'
     assert medium.startswith(
@@ -153,10 +152,50 @@ def test_a_less_precise_level_shows_and_the_worst_come_first(tmp_path: Path) -> 
     )
 
 
+def test_the_errors_of_emulated_hardware_stand_beside_the_measured_ones(tmp_path: Path) -> None:
+    """TF32 and bfloat16 show where the hardware at hand makes no difference, and decide the order."""
+    state = {
+        "coarse": torch.randn(64, 64).bfloat16().float(),
+        "fine": torch.randn(64, 64),
+    }
+    found = measured(tmp_path, state)
+    assert [matrix.name for matrix in found.matrices] == ["fine", "coarse"]
+    fine = found.matrices[0]
+    assert not fine.shows_levels
+    assert fine.worst_emulated_error == fine.emulated[MEDIUM]["tpu"]
+    assert fine.emulated[HIGHEST] == {}
+    cases: list[Any] = [("cuda", HIGH, 3e-4), ("cuda", MEDIUM, 3e-4), ("tpu", HIGH, 4e-6)]
+    for like, level, error in cases:
+        assert error / 1.5 < fine.emulated[level][like] < error * 1.5
+    assert 1.5e-3 < fine.emulated[MEDIUM]["tpu"] < 3e-3
+    said = [sentence for sentence in found.sentences if ", emulated, " in sentence]
+    assert [sentence.partition(" makes errors up to ")[0] for sentence in said] == [
+        f'On {like}, emulated, "{level}"' for like in ("cuda", "tpu") for level in (HIGH, MEDIUM)
+    ]
+    assert f"up to {fine.emulated[HIGH]['cuda']:.1e}, with 'fine': up to " in said[0]
+
+
+def test_the_order_is_that_of_measured_errors_where_a_level_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that of emulated ones elsewhere, whatever float32 loses."""
+    state = {"long": torch.randn(64, 4096).bfloat16().float(), "fine": torch.randn(64, 8)}
+    found = measured(tmp_path, state)
+    assert [matrix.name for matrix in found.matrices] == ["fine", "long"]
+    assert found.matrices[0].worst_error < found.matrices[1].worst_error
+    real: Callable[..., torch.Tensor] = _measure.multiply
+
+    def multiply(left: torch.Tensor, right: torch.Tensor, level: Float32MatmulPrecision) -> torch.Tensor:
+        return real(left, right, level) * (1.001 if level == MEDIUM and left.shape[1] == 4096 else 1)
+
+    monkeypatch.setattr(_weights, "multiply", multiply)
+    assert [matrix.name for matrix in measured(tmp_path, state).matrices] == ["long", "fine"]
+
+
 def test_other_bits_of_the_same_accuracy_are_said_to_be_that() -> None:
     """They are no loss."""
     found = WeightsMeasurement([_matrix(errors=(2e-7, 2e-7, 3e-7), same_bits=(True, True, False))], {})
-    assert found.sentences[2] == 'On cpu, "medium" gives other bits than "highest" with the same accuracy.'
+    assert found.sentences[2] == 'On cpu, "medium" has the accuracy of "highest".'
 
 
 def test_what_is_not_float32_at_highest_is_said_to_be_overridden() -> None:
@@ -170,7 +209,12 @@ def _matrix(*, errors: tuple[float, ...], same_bits: tuple[bool, ...]) -> Any:
 
     levels = list(Float32MatmulPrecision)
     return MatrixMeasurement(
-        "m", (2, 2), "cpu", dict(zip(levels, errors, strict=True)), dict(zip(levels, same_bits, strict=True))
+        "m",
+        (2, 2),
+        "cpu",
+        dict(zip(levels, errors, strict=True)),
+        dict(zip(levels, same_bits, strict=True)),
+        {level: {like: 3e-4 for like in ARITHMETICS if level in ARITHMETICS[like]} for level in levels},
     )
 
 
@@ -209,6 +253,12 @@ def test_a_matrix_that_loses_nothing_at_highest_counts(tmp_path: Path) -> None:
         found = measured(tmp_path, {"identity": identity})
     found.matrices[0].errors[MEDIUM] = 2e-4
     assert "makes errors up to 2.0e-04, with 'identity': up to 3,355 times" in found.sentences[2]
+
+
+def test_a_matrix_of_zeros_is_the_same_everywhere(tmp_path: Path) -> None:
+    """Emulated, too: nothing is said of other bits."""
+    found = measured(tmp_path, [torch.zeros(8, 8)])
+    assert found.sentences[-1] == 'On tpu, emulated, "medium" has the accuracy of "highest".'
 
 
 def test_a_matrix_of_zeros_has_no_error(tmp_path: Path) -> None:
@@ -370,7 +420,12 @@ def test_the_command_shows_the_worst_matrices(tmp_path: Path, capsys: pytest.Cap
     torch.save(layers(), tmp_path / "w.pt")
     arguments = ("measure", "--weights", str(tmp_path / "w.pt"), "--device", "cpu")
     everything = output_of(capsys, *arguments).splitlines()
-    assert everything[0].split() == ["error", "at", "highest", "high", "medium", "device", "shape", "matrix"]
+    emulated = ["cuda", "high*", "cuda", "medium*", "tpu", "high*", "tpu", "medium*"]
+    assert everything[0].split() == [
+        *("error", "at", "highest", "high", "medium", *emulated, "device", "shape", "matrix")
+    ]
+    assert everything[5] == "* emulated on the CPU"
+    assert [len(line.split()) for line in everything[1:5]] == [10] * 4
     assert sorted(line.split()[-1] for line in everything[1:5]) == sorted(MATRICES)
     shown = output_of(capsys, *arguments, "--top", "1").splitlines()
     assert shown[2] == "and 3 more, with smaller errors (--top 4 shows all)"
@@ -383,7 +438,14 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     arguments = ("measure", "--weights", str(tmp_path / "w.pt"), "--json")
     found = json.loads(output_of(capsys, *arguments))
     assert len(found["matrices"]) == 4
-    assert found["matrices"][0]["levels"]["highest"]["same_bits"] is True
+    levels = found["matrices"][0]["levels"]
+    assert levels["highest"]["same_bits"] is True
+    assert {level: [*measured["emulated"]] for level, measured in levels.items()} == {
+        "highest": [],
+        "high": ["cuda", "tpu"],
+        "medium": ["cuda", "tpu"],
+    }
+    assert 1e-4 < levels["high"]["emulated"]["cuda"] < 1e-3
     assert found["left_out"] == {"float32 (1-D)": 8, "int64": 1, "float16": 1}
     assert json.loads(output_of(capsys, *arguments, "--top", "2"))["matrices"] == found["matrices"][:2]
 
