@@ -42,6 +42,11 @@ in a scope at medium:
 backward once more, outside:
   backward: compiled with TF32 True, runs with False
 """,
+    "emulated_gaussian_process.py": """\
+in float32: right
+in TF32:    the covariance is not positive-definite
+repaired:   right
+""",
     "jax_backend.py": """\
 highest precision = [HIGHEST, HIGHEST]
 high precision = [HIGH, HIGH]

@@ -176,15 +176,18 @@ print((time.perf_counter() - began) * 1e3)
     return min(float(run.stdout) for run in runs)
 
 
-def isolation_ratios() -> tuple[float, float, float]:
+def isolation_ratios() -> tuple[float, float, float, float, float]:
     """Return the time of 8x8 and 1024x1024 products with isolation over that without, and a scope's 8x8.
+
+    Then that of 1024x1024 products with emulation over plain ones, and of 8x8
+    ones after emulation over isolated ones before.
 
     A process cannot go back and forth, so each measures plain products first;
     several take turns, and each case counts with its fastest time of all.
     """
     program = """
 import json, time, timeit, torch
-from precision_scope import enable_isolation, matmul_precision
+from precision_scope import disable_emulation, enable_emulation, enable_isolation, matmul_precision
 torch.set_num_threads(1)
 small, large = torch.randn(8, 8), torch.randn(1024, 1024)
 def fastest(matrix, calls, repeat):
@@ -194,6 +197,11 @@ enable_isolation()
 found += [fastest(small, 1000, 60), fastest(large, 1, 60)]
 with matmul_precision("high"):
     found.append(fastest(small, 1000, 60))
+enable_emulation("cuda")
+with matmul_precision("high"):
+    found.append(fastest(large, 1, 60))
+disable_emulation()
+found.append(fastest(small, 1000, 60))
 print(json.dumps(found))
 """
     runs = [
@@ -202,8 +210,16 @@ print(json.dumps(found))
         )
         for _ in range(4)
     ]
-    small, large, isolated_small, isolated_large, in_scope = (min(times) for times in zip(*runs, strict=True))
-    return isolated_small / small, isolated_large / large, in_scope / small
+    small, large, isolated_small, isolated_large, in_scope, emulated, afterwards = (
+        min(times) for times in zip(*runs, strict=True)
+    )
+    return (
+        isolated_small / small,
+        isolated_large / large,
+        in_scope / small,
+        emulated / large,
+        afterwards / isolated_small,
+    )
 
 
 def recording_microseconds() -> float:
@@ -262,7 +278,7 @@ def figures() -> list[Figure]:
     unit = best["no_grad"]
     live, kept = bytes_per_scope()
     with_block = best["outermost"] / unit
-    isolated, isolated_large, isolated_in_scope = isolation_ratios()
+    isolated, isolated_large, isolated_in_scope, emulated, afterwards = isolation_ratios()
     return [
         Figure("outermost scope, level changes", with_block, "x no_grad", 2.0, 1.0),
         Figure("nested scope, level changes", best["nested_change"] / unit, "x no_grad", 1.5, 0.8),
@@ -280,6 +296,8 @@ def figures() -> list[Figure]:
         Figure("isolation on, 8x8 product outside scopes", isolated, "x plain", 4.0, 2.5),
         Figure("isolation on, 8x8 product in a scope", isolated_in_scope, "x plain", 4.0, 2.5),
         Figure("isolation on, 1024x1024 product", isolated_large, "x plain", 1.03, 1.0),
+        Figure("TF32 emulated, 1024x1024 product", emulated, "x plain", 1.5),
+        Figure("emulation off again, 8x8 product", afterwards, "x isolated", 1.03, 1.0),
         Figure("backward=True, for each forward operator", recording_microseconds(), "us", 3.0),
         Figure("import beyond torch's own", import_milliseconds(), "ms", 30, 10),
         Figure("memory per live scope", live, "bytes", 500),
