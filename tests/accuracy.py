@@ -1,4 +1,4 @@
-"""How far off products are, and so how they were computed."""
+"""Random operands, how far off their products are, and so how they were computed."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ _CLASSES = {
     "tf32": ERRORS["cuda", "high"],
     "bfloat16": ERRORS["tpu", "medium"],
 }
+
+
+def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return a random float32 tensor."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def error(product: torch.Tensor, exact: torch.Tensor) -> float:

@@ -18,7 +18,7 @@ import watch
 from flags import state
 from lowering import Xla, prepare
 
-from precision_scope import enable_isolation
+from precision_scope import disable_emulation, enable_isolation
 from precision_scope._ledger import ledger
 
 # Isolation changes what these test (conflicts), or nothing in it, or they take long.
@@ -74,6 +74,13 @@ def without_compiled_code() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def plain_afterwards() -> Iterator[None]:
+    """Leave no emulation on."""
+    yield
+    disable_emulation()
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from accuracy import ERRORS, FLOAT32_ERROR, error
+from accuracy import ERRORS, FLOAT32_ERROR, error, matrix
 from torch import ops
 from torch.nn import functional
 from watch import watching
@@ -21,19 +21,10 @@ from precision_scope._products import products
 
 aten: Any = ops.aten
 onednn: Any = ops.mkldnn
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
-
-
-@pytest.fixture(autouse=True)
-def plain_afterwards() -> Iterator[None]:
-    """Leave no emulation on."""
-    yield
-    disable_emulation()
-
-
-def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Return a random float32 tensor."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+pytestmark = [
+    pytest.mark.usefixtures("plain_afterwards"),
+    pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors"),
+]
 
 
 def runs_on_the_cpu(name: str) -> bool:

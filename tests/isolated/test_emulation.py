@@ -11,14 +11,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import accuracy
 import pytest
 import torch
-from accuracy import ERRORS, FLOAT32_ERROR, error
+from accuracy import ERRORS, FLOAT32_ERROR, error, matrix
 from flags import reset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -39,21 +39,12 @@ from precision_scope._emulation import ARITHMETICS
 from precision_scope._hardware import HARDWARE
 from precision_scope._rounding import round_to_bfloat16, round_to_tf32
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch.func's own use of it
+pytestmark = [
+    pytest.mark.usefixtures("plain_afterwards"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script`"),  # torch.func's own use of it
+]
 
 ROUND = {"cuda": round_to_tf32, "tpu": round_to_bfloat16}
-
-
-@pytest.fixture(autouse=True)
-def plain_afterwards() -> Iterator[None]:
-    """Leave no emulation on."""
-    yield
-    disable_emulation()
-
-
-def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Return a random float32 tensor."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 A, B = matrix(64, 64), matrix(64, 64, seed=1)
@@ -527,9 +518,8 @@ def test_emulated_products_run_side_by_side() -> None:
 # What others see of it.
 
 
-def test_subclasses_and_modes_see_the_operator_alone() -> None:
-    """Nothing that is done inside goes by them."""
-    calls: list[str] = []
+def subclass(calls: list[str]) -> type[torch.Tensor]:
+    """Return a subclass that notes the names of the functions that it is given to."""
 
     class Seen(torch.Tensor):
         """Notes the functions that it is given to."""
@@ -538,6 +528,14 @@ def test_subclasses_and_modes_see_the_operator_alone() -> None:
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             calls.append(func.__name__)
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+    return Seen
+
+
+def test_subclasses_and_modes_see_the_operator_alone() -> None:
+    """Nothing that is done inside goes by them."""
+    calls: list[str] = []
+    seen = subclass(calls)
 
     class Mode(TorchDispatchMode):
         """Notes the operators."""
@@ -548,7 +546,7 @@ def test_subclasses_and_modes_see_the_operator_alone() -> None:
 
     enable_emulation("tpu")
     with matmul_precision("high"):
-        product = torch.mm(A.as_subclass(Seen), B)
+        product = torch.mm(A.as_subclass(seen), B)
         assert calls == ["mm"]
         assert class_of(product.as_subclass(torch.Tensor)) == "bfloat16_3x"
         calls.clear()
@@ -564,16 +562,9 @@ def test_subclasses_and_modes_see_the_operator_alone() -> None:
 def test_a_backward_pass_does_not_show_subclasses_what_is_done_inside() -> None:
     """It meets them as they were saved, with nothing in between."""
     calls: list[str] = []
+    seen = subclass(calls)
 
-    class Seen(torch.Tensor):
-        """Notes the functions that it is given to."""
-
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            calls.append(func.__name__)
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-
-    query, value = matrix(1, 1, 6, 8).as_subclass(Seen), matrix(1, 1, 6, 8, seed=1).requires_grad_()
+    query, value = matrix(1, 1, 6, 8).as_subclass(seen), matrix(1, 1, 6, 8, seed=1).requires_grad_()
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     enable_emulation("tpu")
     with matmul_precision("high"):

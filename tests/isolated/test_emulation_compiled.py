@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,19 +11,12 @@ from compiled import BACKENDS, MARKS, Graphs
 from torch import nn
 from watch import watching
 
-from precision_scope import disable_emulation, enable_emulation, matmul_precision
+from precision_scope import enable_emulation, matmul_precision
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.usefixtures("plain_afterwards")]
 
 A, B = torch.randn(48, 48), torch.randn(48, 48)
 LEVELS = ("high", "highest", "medium", "high")
-
-
-@pytest.fixture(autouse=True)
-def plain_afterwards() -> Iterator[None]:
-    """Leave no emulation on."""
-    yield
-    disable_emulation()
 
 
 def model(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
