@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from precision_scope._errors import PrecisionScopeError
@@ -56,7 +56,7 @@ def _failed(failures: list[_Failure]) -> PrecisionScopeError:
 
 
 def put_back(
-    backends: tuple[Backend, ...], default: Float32MatmulPrecision | None, *states: object
+    backends: tuple[Backend, ...], default: Float32MatmulPrecision | None, states: Sequence[object]
 ) -> BaseException | None:
     """Restore backends, and set them to a new default; each twice if it fails.
 
@@ -120,10 +120,10 @@ class Holding:
         self.idle = _without(held, ready)
         self.default = default
         self.apply: Callable[[Float32MatmulPrecision], object]
-        self.restore: Callable[..., BaseException | None]
-        if len(held) == 1 and default is None:
+        self.restore: Callable[[tuple[object, ...]], BaseException | None]
+        if len(held) == 1 and isinstance(held[0], TorchFlags) and default is None:
             # torch's flags alone: the usual case and the hot path, and they cannot fail.
-            self.apply, self.restore = held[0].apply, held[0].restore
+            self.apply, self.restore = held[0].apply, held[0].restore_first
         else:
             self.apply = functools.partial(_apply_to_each, held)
             self.restore = functools.partial(put_back, held, default)
@@ -221,7 +221,7 @@ class Applied:
                 except Exception as error:
                     raise _failed([_Failure(backend, f"be set to {level.value!r}", error)]) from error
         except BaseException:
-            put_back(tuple(changed), None, *saved[: len(changed)])
+            put_back(tuple(changed), None, saved[: len(changed)])
             raise
         self.default_set, self._missed_default = level, _without(tuple(changed), self.backends)
 
@@ -258,7 +258,7 @@ class Applied:
                 saved = (backend.save(),)
                 backend.apply(default)
             except BaseException as error:
-                put_back((backend,) if saved else (), None, *saved)
+                put_back((backend,) if saved else (), None, saved)
                 if not isinstance(error, Exception):
                     raise
                 raise _failed([_Failure(backend, f"be set to {default.value!r}", error)]) from error
@@ -304,7 +304,7 @@ class Applied:
             added = self.holding.backends[len(held) :], self.saved[len(saved) :]
             self._forget(backend)
             self._register(self.backends[:-1], held, saved)
-            put_back(added[0], None, *added[1])
+            put_back(added[0], None, added[1])
             raise
 
     def activate(self, backend: Backend, level: Float32MatmulPrecision | None) -> None:
@@ -342,6 +342,6 @@ class Applied:
             tuple(held for held, _ in kept),
             tuple(state for _, state in kept),
         )
-        error = next((put_back((held,), None, state) for held, state in pairs if held is backend), None)
+        error = next((put_back((held,), None, (state,)) for held, state in pairs if held is backend), None)
         if error is not None:
             raise error

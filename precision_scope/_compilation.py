@@ -11,12 +11,12 @@ them, and what it has written is undone before they are let go.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator
 
 from precision_scope._dynamo import announce_compilations
 from precision_scope._ledger import ledger
 from precision_scope._levels import Float32MatmulPrecision
-from precision_scope._locks import release_if_owned
 from precision_scope._warnings import warn
 from precision_scope.backends._torch import TORCH_FLAGS
 
@@ -31,10 +31,10 @@ def _flags_held() -> Generator[bool]:
     Whoever holds it may be waiting for this compilation, in a signal handler, say.
     """
     lock = ledger.lock
-    mine = lock._is_owned()  # type: ignore[attr-defined]
     locked = False
     try:
-        locked = lock.acquire(timeout=_PATIENCE)
+        for locked in iter(functools.partial(lock.acquire, timeout=_PATIENCE), None):  # noqa: B007
+            break
         if not locked:
             warn(
                 "a compilation by torch.compile no longer waits for a thread that enters or leaves a "
@@ -52,8 +52,6 @@ def _flags_held() -> Generator[bool]:
     finally:
         if locked:
             lock.release()
-        elif not mine:
-            release_if_owned(lock)  # an interrupt came in between
         ledger.see_to_the_rest()
 
 

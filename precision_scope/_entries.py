@@ -40,7 +40,7 @@ class Entry:
         parent: The entry it was entered in, by context.
         owner: The thread or task that entered it.
         key: Stands for the scope object.
-        rank: The rank of the level it asks for, ASKS_NOTHING or ENDED.
+        rank: The rank of the level it asks for, ASKS_NOTHING or ENDED; unset before it is live.
         over: The nearest entry of the same owner that it covers; see the ledger.
         covers: How many live entries cover it directly; see the ledger.
         backward_pass: The number of the backward pass that it was entered in, -1

@@ -29,6 +29,7 @@ from typing import Any, Final
 
 from precision_scope._entries import ASKS_NOTHING, RANKS
 from precision_scope._levels import LEVELS, Float32MatmulPrecision
+from precision_scope._locks import Lock
 from precision_scope.backends._torch import TorchCells, TorchFlags
 
 DEFAULT: Final = ASKS_NOTHING
@@ -96,7 +97,7 @@ class Gate(TorchFlags):
 
     isolates = True
 
-    def __init__(self, flags: TorchFlags, lock: threading.RLock, rest: int, default: object) -> None:
+    def __init__(self, flags: TorchFlags, lock: Lock, rest: int, default: object) -> None:
         self._real = flags
         self._default = default  # means something while flags or rest are not DEFAULT
         self.lock = lock
@@ -191,15 +192,18 @@ class Gate(TorchFlags):
         the middle of an entry or exit, or a save has to wait for products. The
         ledger finds then what it finds after a handler.
         """
-        lock: Any = self.lock
-        held = lock._release_save() if lock._is_owned() else None
+        had: list[int | tuple[int, int]] = []
         try:
+            self.lock.lend(had)
             suspects: set[tuple[Mine, FrameType]] = set()
             while not waiter.lock.acquire(timeout=_PATIENCE):
                 suspects = self._take_back(suspects)
         finally:
-            if held is not None:
-                lock._acquire_restore(held)
+            try:
+                self.lock.take_back(had)
+            except BaseException:  # an interrupt
+                self.lock.take_back(had)
+                raise
 
     def _take_back(self, suspects: set[tuple[Mine, FrameType]]) -> set[tuple[Mine, FrameType]]:
         """Let go for threads that run other Python code where they hold a key.
@@ -265,8 +269,8 @@ class Gate(TorchFlags):
     def apply(self, level: str) -> None:
         self._rest_at(RANKS[level])
 
-    def restore(self, saved: Any, /) -> None:
-        self._default = saved
+    def restore_first(self, states: tuple[Any, ...]) -> None:
+        self._default = states[0]
         self._rest_at(DEFAULT)
 
     def _rest_at(self, key: int) -> None:

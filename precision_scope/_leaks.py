@@ -144,7 +144,7 @@ class State:
             return
         for backend in ledger.backends():
             if backend.name in names:
-                failed = put_back((backend,), self._coming, self._at_rest[backend.name])
+                failed = put_back((backend,), self._coming, (self._at_rest[backend.name],))
                 if failed is not None:
                     failures.append(str(failed))
 

@@ -26,8 +26,8 @@ Why this holds under threads, interrupts and re-entry, with or without a GIL:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -39,7 +39,7 @@ from precision_scope._conflicts import warn_of_conflict
 from precision_scope._entries import ASKS_NOTHING, ENDED, Entry, innermost, top
 from precision_scope._errors import PrecisionConflictWarning, PrecisionScopeError
 from precision_scope._levels import LEVELS, Float32MatmulPrecision
-from precision_scope._locks import release_if_owned
+from precision_scope._locks import Lock
 from precision_scope._owners import Owner, current_owner, on_owner_gone
 from precision_scope.backends._torch import TORCH_FLAGS
 
@@ -123,7 +123,7 @@ class Ledger:
 
     def __init__(self, applied: Applied) -> None:
         self.applied = applied
-        self.lock = threading.RLock()
+        self.lock = Lock()
         self.tip: Entry | None = None
         # The general form: the live entries in the order of entering, those
         # whose owner is gone, and how many uncovered ones there are by rank.
@@ -137,63 +137,61 @@ class Ledger:
     # Entering and leaving, where the ledger is no plain stack or ceases to be.
 
     def enter(self, entry: Entry, rank: int) -> None:
-        """Make an entry live, and apply what is wanted then."""
-        with self.lock:
-            parent = entry.parent
-            while parent is not None and parent.rank == ENDED:
-                parent = parent.parent
-            if parent is not None:
-                # Chains of tasks that start one another would grow without end.
-                while parent.parent is not None and parent.parent.rank == ENDED:
-                    parent.parent = parent.parent.parent
-            entry.parent = over = parent
-            while over is not None and (over.owner is not entry.owner or over.rank >= ASKS_NOTHING):
-                over = over.parent
-            while self.tip is not GENERAL and self.tip is not None:
-                self._generalise()
-            entry.over = over = _NOBODY if over is None or rank == ASKS_NOTHING else over
-            counts = self._counts
-            # All or nothing, and without a jump.
-            entry.covers = 0
-            entry.rank = rank
-            entry.key.entries += 1
-            self._live[entry], self.tip = None, GENERAL
-            counts[rank] += 1
-            over.covers += 1
-            counts[over.rank] -= over.covers == 1
-            if rank != ASKS_NOTHING:
-                self.settle(activate=True)
+        """Make an entry live, and apply what is wanted then; the caller has the lock."""
+        parent = entry.parent
+        while parent is not None and parent.rank == ENDED:
+            parent = parent.parent
+        if parent is not None:
+            # Chains of tasks that start one another would grow without end.
+            while parent.parent is not None and parent.parent.rank == ENDED:
+                parent.parent = parent.parent.parent
+        entry.parent = over = parent
+        while over is not None and (over.owner is not entry.owner or over.rank >= ASKS_NOTHING):
+            over = over.parent
+        while self.tip is not GENERAL and self.tip is not None:
+            self._generalise()
+        entry.over = over = _NOBODY if over is None or rank == ASKS_NOTHING else over
+        counts = self._counts
+        # All or nothing, and without a jump.
+        entry.covers = 0
+        entry.rank = rank
+        entry.key.entries += 1
+        self._live[entry], self.tip = None, GENERAL
+        counts[rank] += 1
+        over.covers += 1
+        counts[over.rank] -= over.covers == 1
+        if rank != ASKS_NOTHING:
+            self.settle(activate=True)
 
     def end(self, entry: Entry) -> None:
-        """End an entry, in whatever order, and apply what is wanted now.
+        """End an entry, in whatever order, and apply what is wanted now; the caller has the lock.
 
         A second call settles once more, to finish what an interrupt cut short.
         """
         try:
-            with self.lock:
-                try:
-                    while self.tip is not GENERAL and entry.rank != ENDED:
-                        self._generalise()
-                    while entry.rank != ENDED and entry.over is not _NOBODY and entry.over.rank == ENDED:
-                        entry.over = entry.over.over
-                    rank = entry.rank
-                    if rank != ENDED:
-                        over, counts = entry.over, self._counts
-                        # All or nothing, and without a jump. What covered the
-                        # entry covers the next one from now on.
-                        entry.key.entries -= 1
-                        counts[rank] -= entry.covers == 0
-                        over.covers += entry.covers - 1
-                        counts[over.rank] += over.covers == 0
-                        entry.rank = ENDED
-                    self._live.pop(entry, None)  # an orphan is not there
-                    if rank != ASKS_NOTHING:
-                        self.settle(activate=False)
-                finally:
-                    if isinstance(entry, _Orphan):
-                        self._orphans.discard(entry)
-                    if self.tip is GENERAL and not self._live and not self._orphans:
-                        self.tip = None
+            try:
+                while self.tip is not GENERAL and entry.rank != ENDED:
+                    self._generalise()
+                while entry.rank != ENDED and entry.over is not _NOBODY and entry.over.rank == ENDED:
+                    entry.over = entry.over.over
+                rank = entry.rank
+                if rank != ENDED:
+                    over, counts = entry.over, self._counts
+                    # All or nothing, and without a jump. What covered the
+                    # entry covers the next one from now on.
+                    entry.key.entries -= 1
+                    counts[rank] -= entry.covers == 0
+                    over.covers += entry.covers - 1
+                    counts[over.rank] += over.covers == 0
+                    entry.rank = ENDED
+                self._live.pop(entry, None)  # an orphan is not there
+                if rank != ASKS_NOTHING:
+                    self.settle(activate=False)
+            finally:
+                if isinstance(entry, _Orphan):
+                    self._orphans.discard(entry)
+                if self.tip is GENERAL and not self._live and not self._orphans:
+                    self.tip = None
         finally:
             if top.get() is entry:
                 top.set(innermost())
@@ -248,7 +246,7 @@ class Ledger:
             holding = applied.holding
             try:
                 if rank is None:
-                    failure = applied.holding.restore(*applied.saved)
+                    failure = applied.holding.restore(applied.saved)
                 elif activate:
                     applied.hold_active().apply(LEVELS[rank])
                 else:
@@ -435,7 +433,7 @@ class Ledger:
         The first time, also do what is to be done when the package is first used.
         """
         self._end_what_is_over()
-        if self.at_first_use is not None and not self.lock._is_owned():  # type: ignore[attr-defined]
+        if self.at_first_use is not None and not self.lock.is_had():
             call = None
             try:
                 with self.lock:
@@ -449,12 +447,15 @@ class Ledger:
 
     def _end_what_is_over(self) -> None:
         while self.over_and_done:
+            locked = False
             try:
-                locked = self.lock.acquire(blocking=False)
+                for locked in iter(functools.partial(self.lock.acquire, False), None):  # noqa: B007
+                    break
                 if locked and self.over_and_done:
                     self._end_over(self.over_and_done.popleft())
             except BaseException:
-                release_if_owned(self.lock)
+                if locked:
+                    self.lock.release()
                 raise
             if not locked:
                 return

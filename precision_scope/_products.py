@@ -14,7 +14,7 @@ from precision_scope._entries import ASKS_NOTHING, tagging, top, wanted_rank
 from precision_scope._gate import DEFAULT, Gate
 from precision_scope._ledger import ledger
 from precision_scope._levels import Float32MatmulPrecision
-from precision_scope._locks import release_if_owned
+from precision_scope._locks import get_ident
 
 if TYPE_CHECKING:
     from precision_scope._emulation import Emulation
@@ -102,7 +102,7 @@ def _through(gate: Gate, name: str) -> Callable[..., Any]:  # noqa: PLR0915 -- h
     lock = gate.lock
     bits_of_keys, serves_backward = api.bits_of_keys, api.serves_backward
     lower_keys: dict[object, Any] = {}  # combining sets of keys takes longer than looking them up
-    acquire, release = lock.acquire, lock.release
+    holder, hold, take = lock.holder, lock.holder.setdefault, lock.take
     over_and_done = ledger.over_and_done
     plain = frozenset((torch.Tensor, torch.nn.Parameter))
     single, complex_single = torch.float32, torch.complex64
@@ -134,19 +134,20 @@ def _through(gate: Gate, name: str) -> Callable[..., Any]:  # noqa: PLR0915 -- h
             key = wanted_rank()
         mine = here.mine
         outer = mine.key
+        me = get_ident()
         try:
             try:
-                locked = outer is None and acquire(False)
+                locked = outer is None and (hold(0, me) is me or take(me))
                 if locked and not gate.waiting and (gate.inside == 0 or gate.group == key):
                     # All or nothing.
                     mine.key, gate.inside, gate.group = key, gate.inside + 1, key
                     if gate.in_force != key:
                         gate.settle()
             except BaseException:
-                release_if_owned(lock)
+                lock.let_go(me)
                 raise
             if locked:
-                release()
+                del holder[0]
             while mine.key != key:  # also when a handler has taken so long that it was taken back
                 gate.become(key)
             if kwargs:
@@ -155,17 +156,17 @@ def _through(gate: Gate, name: str) -> Callable[..., Any]:  # noqa: PLR0915 -- h
         finally:
             try:
                 try:
-                    locked = outer is None and acquire(False)
+                    locked = outer is None and (hold(0, me) is me or take(me))
                     if locked and mine.key is not None and (gate.inside > 1 or not gate.waiting):
                         # All or nothing.
                         mine.key, gate.inside = None, gate.inside - 1
                         if gate.inside == 0 and gate.in_force != gate.rest:
                             gate.settle()
                 except BaseException:
-                    release_if_owned(lock)
+                    lock.let_go(me)
                     raise
                 if locked:
-                    release()
+                    del holder[0]
                 if mine.key != outer or mine.waiter is not None:
                     gate.become(outer)
             except BaseException:

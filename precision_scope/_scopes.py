@@ -13,8 +13,8 @@ from precision_scope._entries import ASKS_NOTHING, ENDED, RANKS, Entry, covering
 from precision_scope._errors import PrecisionScopeError
 from precision_scope._graphs import ignored_by_torchscript, refuse_to_be_recorded
 from precision_scope._ledger import GENERAL, ScopeKey, ledger
-from precision_scope._levels import LEVELS, Float32MatmulPrecision, level_error
-from precision_scope._locks import release_if_owned, wait_for
+from precision_scope._levels import LEVELS, level_error
+from precision_scope._locks import get_ident
 from precision_scope._owners import owner_in, running_loop, this_thread
 from precision_scope._pickles import make_scope
 from precision_scope._torch_api import EXPORTING, compiler_flags, is_traced, running_pass
@@ -29,8 +29,8 @@ _ClassMethod = TypeVar("_ClassMethod", bound="classmethod[Any, Any, Any]")
 _get_top = top.get
 _set_top = top.set
 _lock = ledger.lock
-_acquire = _lock.acquire
-_release = _lock.release
+_holder = _lock.holder
+_hold = _holder.setdefault
 _applied = ledger.applied
 _over_and_done = ledger.over_and_done
 _nothing_to_end: Callable[[], object] = bool  # does nothing, and not in Python
@@ -103,14 +103,12 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
         self.__del__ = _nothing_to_end
         self._key = key = ScopeKey()
         key.entries = key.owed = 0
-        key.covers_backward = backward
-        if backward is not False:
-            key.covers_backward = _covers_backward(level, backward)
+        key.covers_backward = backward is not False and _covers_backward(level, backward)
         try:
             self._rank = RANKS[level]
         except (KeyError, TypeError):
             raise level_error(level) from None
-        if level.__class__ is not str and not isinstance(level, (str, NoneType)):
+        if type(level) is not str and not isinstance(level, (str, NoneType)):
             raise level_error(level)  # it only compares equal to a level
 
     # Entering and leaving are the hot path: straight-line code for a plain
@@ -122,19 +120,19 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
     def __enter__(self) -> None:
         if (is_traced() or compiling or compiler_flags[EXPORTING]) and self._rank != ASKS_NOTHING:
             refuse_to_be_recorded()
+        me = get_ident()
         entry = Entry()
         entry.parent = parent = _get_top()
         loop = running_loop()
         entry.owner = owner = this_thread.owner if loop is None else owner_in(loop)
         entry.key = key = self._key
-        entry.rank = ENDED
         rank = self._rank
         if tagging:
             entry.backward_pass, entry.covered_by = running_pass(), covering(parent)
         try:
             try:
-                if not _acquire(False):
-                    wait_for(_lock)
+                if _hold(0, me) is not me:
+                    me = _lock.wait(me)
                 self.__del__ = key
                 if (
                     parent is ledger.tip
@@ -153,15 +151,17 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                         holding = _applied.holding
                     if holding.idle:
                         holding = _applied.hold_active()
-                    holding.apply(LEVELS[rank])
+                    apply = holding.apply  # calling a slot's value as a method takes longer
+                    apply(LEVELS[rank])
                     if ledger.tip is not entry:  # a handler came between, or a save had to wait
                         ledger.settle(activate=True)
                 else:
                     ledger.enter(entry, rank)
             except BaseException:
-                release_if_owned(_lock)
+                _lock.let_go(me)
                 raise
-            _release()
+            if me:
+                del _holder[0]
             _set_top(entry)
             if key.covers_backward:
                 _begin_recording(entry)
@@ -170,8 +170,9 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
             if ledger.tip is GENERAL:
                 ledger.check_conflict()
         except BaseException:
-            if entry.rank != ENDED:  # else the interrupt came before anything
-                ledger.end(entry)
+            if getattr(entry, "rank", ENDED) != ENDED:  # else the interrupt came before anything
+                with _lock:
+                    ledger.end(entry)
             raise
 
     @hide
@@ -184,19 +185,21 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
         key = self._key
         error = None
         entry = _get_top()
+        me = get_ident()
         try:
             try:
-                if not _acquire(False):
-                    wait_for(_lock)
+                if _hold(0, me) is not me:
+                    me = _lock.wait(me)
                 if entry is not None and entry is ledger.tip and entry.key is key:
                     parent = entry.parent
                     # All or nothing.
                     entry.rank, ledger.tip = ENDED, parent
                     key.entries -= 1
                     if parent is not None:
-                        _applied.holding.apply(LEVELS[parent.rank])
+                        apply = _applied.holding.apply
+                        apply(LEVELS[parent.rank])
                     else:
-                        error = (holding := _applied.holding).restore(*_applied.saved)
+                        error = (holding := _applied.holding).restore(_applied.saved)
                         if ledger.tip is None and _applied.holding is holding:  # no handler came between
                             _applied.holding, _applied.saved = _applied.nothing_held, ()
                         else:
@@ -209,9 +212,10 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
                 if key.entries == 0:
                     self.__del__ = _nothing_to_end
             except BaseException:
-                release_if_owned(_lock)
+                _lock.let_go(me)
                 raise
-            _release()
+            if me:
+                del _holder[0]
             if key.covers_backward:
                 tagging[0].end()
             if _over_and_done:
@@ -220,7 +224,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
             if entry is None or entry.key is not key:
                 entry = ledger.find(key)
             if entry is not None:
-                ledger.end(entry)
+                with _lock:
+                    ledger.end(entry)
             raise
         if error is not None:
             raise error
@@ -246,8 +251,8 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
         return decorate(function, self._make())
 
     @property
-    def _level(self) -> Float32MatmulPrecision | None:
-        return None if self._rank == ASKS_NOTHING else LEVELS[self._rank]
+    def _level(self) -> str | None:
+        return None if self._rank == ASKS_NOTHING else LEVELS[self._rank].value
 
     def _make(self) -> Callable[[], matmul_precision]:
         """Return what makes scopes like this one."""
@@ -260,7 +265,7 @@ class matmul_precision:  # noqa: N801 -- named as torch names its scopes: no_gra
 
     def __repr__(self) -> str:
         backward = ", backward=True" if self._key.covers_backward else ""
-        return f"matmul_precision({self._level and self._level.value!r}{backward})"
+        return f"matmul_precision({self._level!r}{backward})"
 
 
 def _begin_recording(entry: Entry) -> None:

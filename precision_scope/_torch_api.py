@@ -35,6 +35,18 @@ if HAS_CELLS:
     set_cell: Callable[[str, str, str], object] = _C._set_fp32_precision_setter
 
 
+def _compare_with_highest() -> bool:
+    return get_legacy_value() != "highest"
+
+
+is_not_highest: Callable[[], bool] = get_allow_tf32 if torch.version.hip is None else _compare_with_highest
+"""Tell whether the legacy value is not "highest", or raise RuntimeError, where (cuda, matmul) reads "none".
+
+It takes half the time of reading the value. The two disagree, which raises, if
+the value is another one; but on ROCm this may be False without looking.
+"""
+
+
 def intercept_writes(intercept: Callable[..., None]) -> None:
     """Have ``intercept`` called for other code's writes to the float32 matmul state, for good.
 

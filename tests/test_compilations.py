@@ -167,7 +167,7 @@ def test_a_compilation_inside_of_a_compilation() -> None:
     compilation.end()
     assert compilation.error is None
     assert state() == before
-    assert not ledger.lock._is_owned()  # type: ignore[attr-defined]
+    assert not ledger.lock.is_had()
     entered = threading.Thread(target=matmul_precision("high").__enter__)
     entered.start()
     entered.join(TIMEOUT)
@@ -310,7 +310,7 @@ def test_compiling_ahead_of_time_inside_of_a_compilation() -> None:
         if not hasattr(compiled, "aot_compile"):
             pytest.skip("this torch does not compile ahead of time")
         compiled.aot_compile(((torch.eye(2),), {}))
-        owned.append(ledger.lock._is_owned())  # type: ignore[attr-defined]
+        owned.append(ledger.lock.is_had())
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         compile_ahead_of_time()

@@ -17,9 +17,10 @@ from typing import TypeAlias
 
 import pytest
 import torch
-from flags import HAS_CELLS, State, state
+from flags import HAS_CELLS, State, reset, state
 
-from precision_scope import matmul_precision
+from precision_scope import _torch_api, matmul_precision
+from precision_scope.backends._torch import TorchCells
 
 Write: TypeAlias = "tuple[str, str]"
 
@@ -133,3 +134,21 @@ def test_a_twin_process_that_saw_no_scope_has_the_same_state(block: int) -> None
         seen = in_a_child(partial(Program(seed).run, scopes=True))
         expected = in_a_child(partial(Program(seed).run, scopes=False))
         assert seen == expected, f"program {seed}: {Program(seed).before} then {Program(seed).after}"
+
+
+@pytest.mark.skipif(not HAS_CELLS, reason="torch has cells from 2.9 on")
+@pytest.mark.parametrize("level", ["highest", "high", "medium"])
+@pytest.mark.parametrize("asks", [_torch_api.is_not_highest, _torch_api._compare_with_highest])
+def test_cells_that_inherit_are_saved_without_writing_to_them(
+    level: str, asks: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the legacy value is, and where asking for allow_tf32 does not tell."""
+    torch.set_float32_matmul_precision(level)
+    write("cuda.matmul", "none")
+    write("mkldnn.matmul", "none")
+    monkeypatch.setattr(_torch_api, "is_not_highest", asks)
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchCells, "_save_by_borrowing", None)
+        saved = TorchCells().save()
+    reset()
+    assert saved == (level, "none", "none", "none", "none", None)

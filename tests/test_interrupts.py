@@ -24,6 +24,7 @@ from precision_scope import (
 )
 from precision_scope._entries import innermost
 from precision_scope._ledger import ledger
+from precision_scope._locks import Lock
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers"),
@@ -390,6 +391,74 @@ def test_trace_functions_that_enter_scopes_meet_every_line() -> None:
         assert ledger.live_scopes() == []
         assert state() == before
     assert lines > 100
+
+
+def enter_a_scope() -> None:
+    """Do what a trace function may do."""
+    with matmul_precision("medium"):
+        pass
+
+
+@pytest.mark.parametrize("default", ["highest", "high"])
+def test_trace_functions_that_enter_scopes_meet_one_line(default: str) -> None:
+    """At whichever line it comes, the scope ends as it should, and a new default is there afterwards."""
+    before = state()
+    previous = sys.gettrace()
+    line = lines = 0
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_name not in ("__enter__", "__exit__", "restore_first", "save"):
+            return trace if frame.f_code.co_filename == __file__ else None
+        if event == "line":
+            lines += 1
+            if lines == line:
+                sys.settrace(None)
+                enter_a_scope()
+                if default != "highest" and ledger.tip is not None:
+                    set_float32_matmul_precision_outside(default)
+        return trace
+
+    while lines >= line:
+        line, lines = line + 1, 0
+        sys.settrace(trace)
+        try:
+            with matmul_precision("high"):
+                pass
+        finally:
+            sys.settrace(previous)
+        assert ledger.live_scopes() == []
+        if state() != before:
+            assert get_float32_matmul_precision() == default
+            set_float32_matmul_precision("highest")
+            reset()
+    assert line > 40
+
+
+def set_float32_matmul_precision_outside(level: str) -> None:
+    """Set the default where scopes of others are live."""
+    contextvars.Context().run(set_float32_matmul_precision, level)
+
+
+def test_what_is_over_is_ended_without_taking_the_lock_from_others() -> None:
+    """An interrupt on the way to the lock leaves it to code of this thread that has it already."""
+
+    def trace(frame: FrameType, _event: str, _argument: object) -> None:
+        if frame.f_code is Lock.acquire.__code__:
+            sys.settrace(None)
+            raise Interrupted
+
+    previous, key = sys.gettrace(), matmul_precision("high")._key
+    with ledger.lock:
+        sys.settrace(trace)
+        try:
+            with pytest.raises(Interrupted):
+                ledger.end_soon(key)
+        finally:
+            sys.settrace(previous)
+        assert ledger.lock.is_had()
+    assert not ledger.lock.is_had()
+    nested_blocks()
 
 
 def test_finalisers_that_enter_scopes_meet_every_collection() -> None:

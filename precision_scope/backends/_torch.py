@@ -30,9 +30,6 @@ class TorchFlags(Backend):
     convolution_and_rnn_cells: ClassVar[tuple[str, ...]] = ("cudnn.allow_tf32",)
     """The cells that matrix products do not follow, and no level changes."""
 
-    def is_active(self) -> bool:
-        return True
-
     def save(self) -> object:
         return api.get_legacy_value()
 
@@ -40,7 +37,11 @@ class TorchFlags(Backend):
     apply = staticmethod(api.set_legacy_value)  # pyright: ignore[reportAssignmentType]
 
     def restore(self, saved: Any, /) -> None:
-        api.set_legacy_value(saved)
+        self.restore_first((saved,))
+
+    def restore_first(self, states: tuple[Any, ...]) -> None:
+        """Restore the first of what several backends have saved; here it is torch's, and this is hot."""
+        api.set_legacy_value(states[0])
 
     def set_default(self, level: Float32MatmulPrecision) -> None:
         """Apply a level for good: it is the default from now on."""
@@ -106,6 +107,8 @@ _Parents: TypeAlias = "tuple[str, str, str]"
 _Cells: TypeAlias = "list[tuple[str, str, str]]"
 _Saved: TypeAlias = "tuple[str, str, str, str, str, _Parents | None]"
 
+_INITIAL: _Saved = "highest", _NONE, _NONE, _NONE, _NONE, None
+
 # What the legacy setter writes to cuda.matmul and mkldnn.matmul.
 _CELLS_AT = {
     Float32MatmulPrecision.HIGHEST: ("ieee", "ieee"),
@@ -138,12 +141,18 @@ class TorchCells(TorchFlags):
     def save(self) -> _Saved:
         cuda = api.get_cell("cuda", "matmul")
         cpu = api.get_cell("mkldnn", "matmul")
+        if cuda == _NONE == cpu and not self._borrowed:
+            # Both read through to the root, so every parent is "none" too.
+            try:
+                if not api.is_not_highest():
+                    return _INITIAL
+            except RuntimeError:
+                pass  # it is not
         try:
             legacy = api.get_legacy_value()
         except RuntimeError:
             return self._save_by_borrowing()
         if cuda == _NONE == cpu and not self._borrowed:
-            # Both read through to the root, so every parent is "none" too.
             return legacy, _NONE, _NONE, _NONE, _NONE, None
         parents = api.get_cell("generic", "all"), api.get_cell("cuda", "all"), api.get_cell("mkldnn", "all")
         if parents[0] == _NONE and cuda != parents[1] and cpu != parents[2] and not self._borrowed:
@@ -203,8 +212,8 @@ class TorchCells(TorchFlags):
                         self._borrowed = []
             return legacy, stored_cuda, stored_cpu, cuda, cpu, (generic, all_cuda, all_cpu)
 
-    def restore(self, saved: Any, /) -> None:
-        legacy, stored_cuda, stored_cpu, cuda, cpu, parents = saved
+    def restore_first(self, states: tuple[Any, ...]) -> None:
+        legacy, stored_cuda, stored_cpu, cuda, cpu, parents = states[0]
         api.set_legacy_value(legacy)
         api.set_cell("cuda", "matmul", stored_cuda)
         api.set_cell("mkldnn", "matmul", stored_cpu)
