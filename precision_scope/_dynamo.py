@@ -20,6 +20,7 @@ from precision_scope._imports import when_imported
 from precision_scope._warnings import warn
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_FUNCTIONS = (FunctionType, type(functools.cache(bool)))  # the second as it wraps the first
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
@@ -34,9 +35,10 @@ def _skipper() -> Callable[[CodeType, bool], object] | None:
     frames = _C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):  # torch 2.8 and newer
         skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+        skip_all, skip_this = frames._FrameExecStrategy(skip, skip), frames._FrameExecStrategy(skip, default)
 
         def skip_code(code: CodeType, callees: bool) -> None:
-            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip if callees else default))
+            frames.set_code_exec_strategy(code, skip_all if callees else skip_this)
 
         return skip_code
     skip_this_code = frames.skip_code
@@ -67,8 +69,9 @@ def hide(function: _Function, *, callees: bool = True) -> _Function:
 
 def hide_package() -> None:
     """Hide the functions of the package's modules that are imported by now."""
+    prefix = f"{__package__}."
     for name, module in list(sys.modules.items()):
-        if name.startswith(f"{__package__}."):
+        if name.startswith(prefix):
             for function in _functions_of(module):
                 if "_torchdynamo_disable" not in function.__dict__:
                     hide(function)
@@ -76,12 +79,18 @@ def hide_package() -> None:
 
 def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
     for value in vars(module).values():
-        for member in list(vars(value).values()) if inspect.isclass(value) else [value]:
-            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-            if inspect.isroutine(function):
+        is_own_class = isinstance(value, type) and value.__module__ == module.__name__
+        members: list[Any] = list(vars(value).values()) if is_own_class else [value]
+        for member in members:
+            function: Any = member
+            if type(member) is property:
+                function = member.fget
+            elif type(member) in (staticmethod, classmethod):
+                function = member.__func__
+            if type(function) in _FUNCTIONS:
                 function = inspect.unwrap(function)
-            if isinstance(function, FunctionType) and function.__module__ == module.__name__:
-                yield function
+                if type(function) is FunctionType and function.__module__ == module.__name__:
+                    yield function
 
 
 def hide_entry(function: _Function) -> _Function:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from precision_scope import _torch_api as api
+from precision_scope._dynamo import hide_package
 from precision_scope._entries import ASKS_NOTHING
 from precision_scope._hardware import Hardware, parse_hardware
 from precision_scope._isolation import enable_isolation
@@ -189,3 +190,6 @@ def _run(
 ) -> Any:
     with api.without_torch_function(), api.without_autocast():
         return operator.run(Call(name, kernel, keys, args, options), arithmetic)
+
+
+hide_package()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from precision_scope._dynamo import hide_package
 from precision_scope._entries import top
 from precision_scope._errors import PrecisionScopeError
 from precision_scope._gate import DEFAULT, Gate
@@ -94,14 +95,4 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_forget_other_threads)  # after the ledger's own
 
 
-def enable_if_environment_says_so() -> None:
-    """Call :func:`enable_isolation` if ``PRECISION_SCOPE_ISOLATION`` is ``1``.
-
-    Raises:
-        ValueError: If it is anything but ``1``, ``0`` or empty.
-    """
-    value = os.environ.get("PRECISION_SCOPE_ISOLATION", "")
-    if value == "1":
-        enable_isolation()
-    elif value not in ("", "0"):
-        raise ValueError(f"the environment variable PRECISION_SCOPE_ISOLATION must be 1 or 0, got {value!r}")
+hide_package()

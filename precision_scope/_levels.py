@@ -44,6 +44,9 @@ class Float32MatmulPrecision(str, enum.Enum):
         return str.__format__(self, format_spec)
 
 
+FLOAT32_MATMUL_PRECISION = Float32MatmulPrecision
+"""The RFC's name for it."""
+
 LEVELS: tuple[Float32MatmulPrecision, ...] = tuple(Float32MatmulPrecision)
 """The levels, strictest first, so that ``LEVELS[level.rank] is level``."""
 

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from precision_scope._dynamo import hide_package
 from precision_scope._emulation import emulated_hardware
 from precision_scope._hardware import Hardware
 from precision_scope._ledger import ledger
@@ -143,7 +144,7 @@ def report() -> Report:
     calls; all the rest is the same for the whole process.
     """
     # A signal handler can call in the middle of an entry, before the flags follow.
-    settled = not ledger.lock._is_owned()  # type: ignore[attr-defined]
+    settled = not ledger.lock.is_had()
     with contextlib.suppress(Warning):  # that an installed backend is broken, made an error
         ledger.see_to_the_rest()
     # One moment of the ledger; and backends are called one at a time.
@@ -193,3 +194,6 @@ def _look_at(backend: Backend) -> tuple[dict[str, str] | None, Float32MatmulPrec
         return {str(cell): str(value) for cell, value in backend.describe().items()}, level
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}, None
+
+
+hide_package()

@@ -37,7 +37,7 @@ def test_every_function_of_the_package_is_hidden() -> None:
         """
         import sys
         from types import FunctionType
-        from precision_scope import matmul_precision
+        from precision_scope import enable_emulation, matmul_precision, report
 
         with matmul_precision("high", backward=True):
             pass

@@ -31,12 +31,35 @@ def test_the_package_by_itself_does_not_import_torch() -> None:
     assert imported == "False False False\n"
 
 
+def test_a_scope_imports_nothing_that_it_does_not_need() -> None:
+    """Beside torch there is only Python's own library, and of the package what scopes are made of."""
+    new = run(
+        "import sys, torch; before = {*sys.modules}; from precision_scope import matmul_precision;"
+        "print(*{*sys.modules} - before); before = {*sys.modules}\n"
+        "with matmul_precision('high'): print(*{*sys.modules} - before)\n"
+    )
+    at_import, at_first_use = ({*line.split()} for line in new.splitlines())
+    assert all(name.partition(".")[0] == "precision_scope" for name in at_import)
+    assert all(name.partition(".")[0] in sys.stdlib_module_names for name in at_first_use)
+    assert at_import <= {
+        "precision_scope",
+        *(f"precision_scope.backends{name}" for name in ("", "._base", "._registry", "._torch", "._xla")),
+        *(f"precision_scope._{name}" for name in NEEDED.split()),
+    }
+
+
+NEEDED = (
+    "applied compilation conflicts decorators dynamo entries errors graphs imports ledger levels locks "
+    "owners pickles process scopes setup torch_api warnings"
+)
+
+
 def test_a_process_that_only_unpickles_a_scope_sets_the_package_up() -> None:
     """What a pickle brings in is the scope that users import."""
     pickled = pickle.dumps(matmul_precision("high"))
     code = (
         f"import pickle; scope = pickle.loads({pickled!r})\n"
-        "import precision_scope; print('report' in vars(precision_scope), scope)"
+        "import precision_scope; print('matmul_precision' in vars(precision_scope), scope)"
     )
     assert run(code) == "True matmul_precision('high')\n"
 
@@ -62,11 +85,11 @@ def test_the_package_lists_its_names() -> None:
 
 
 def test_all_public_names_are_there() -> None:
-    """The list of names, which is written twice, is the same in both places."""
-    from precision_scope import _api  # noqa: PLC0415
-
-    assert precision_scope.__all__ == _api.__all__
-    assert all(getattr(precision_scope, name) is getattr(_api, name) for name in _api.__all__)
+    """The list of names, which is written twice, is the same in both places; star imports get them all."""
+    assert precision_scope.__all__ == [*precision_scope._MODULES]
+    names: dict[str, object] = {}
+    exec("from precision_scope import *", names)  # noqa: S102
+    assert {*precision_scope.__all__} <= {*names}
 
 
 def test_a_scope_that_is_never_left_is_silent_when_python_ends() -> None:

@@ -74,7 +74,7 @@ def register_backend(backend: Backend) -> None:
         )
     if not isinstance(backend.module, (str, NoneType)):
         raise TypeError(f"module must be a module's name or None, got {type(backend.module).__name__}")
-    importlib.import_module("precision_scope._api")  # the package's own backends come first
+    importlib.import_module("precision_scope._setup")  # the package's own backends come first
 
     _ledger.ledger.add_backend(backend)
     if backend.module is None:
