@@ -206,3 +206,18 @@ def test_a_thousand_tasks_hold_scopes_at_once() -> None:
 
     asyncio.run(main())
     assert state() == before
+
+
+def test_a_million_scopes_keep_nothing() -> None:
+    """However many scopes have ended, there are as many objects as before."""
+
+    def enter_and_leave(times: int) -> None:
+        for _ in range(times):
+            with matmul_precision("medium"):
+                pass
+
+    enter_and_leave(1000)
+    gc.collect()
+    before = sys.getallocatedblocks()
+    enter_and_leave(1_000_000)
+    assert sys.getallocatedblocks() - before < 100

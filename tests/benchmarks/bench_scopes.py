@@ -1,35 +1,60 @@
-"""What a scope costs, as ratios to ``with torch.no_grad(): pass`` in the same process.
+"""What a scope costs, mostly as ratios to ``with torch.no_grad(): pass`` in the same process.
 
 Run it as a program; it prints each figure with its bar and its aim::
 
     python tests/benchmarks/bench_scopes.py [--json]
 
-All cases take turns, and each counts with its fastest turn, so that a noisy
-machine disturbs the ratios little. Nothing here fails: timings are for reading.
+It takes two minutes. Each measurement is made in several processes, one after
+the other, since one can be unlucky in where its memory lies, and the median
+counts. Nothing here fails: timings are for reading.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import importlib.metadata
+import importlib.util
 import json
 import os
+import platform
+import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import timeit
-import tracemalloc
-import warnings
-from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from precision_scope import get_float32_matmul_precision, matmul_precision
+HERE = Path(__file__).parent
 
-ROUNDS, CALLS = 100, 300
+PROCESSES = {
+    "scopes": 5,
+    "parts": 3,
+    "alternatives": 3,
+    "depths": 3,
+    "tasks": 3,
+    "threads": 3,
+    "products": 3,
+    "recording": 3,
+    "memory": 1,
+}
+"""In how many processes each measurement is made."""
+
+
+PARTS = {
+    "statement": "  of it: the with-statement, of a class in Python",
+    "read_and_write": "  of it: torch's flags, read, set and put back",
+    "write": "  of a nested one: setting them twice",
+    "take_lock": "  of each: the lock, twice",
+    "use_context": "  of each: the context variable, twice",
+    "ask_who_and_what": "  of each: which thread, task and tracing it is",
+    "make_objects": "  of each: the objects of an entry and a scope",
+    "other": "  of the outermost: all else",
+    "other, nested": "  of a nested one: all else",
+}
+"""Where the time of a scope goes; what is measured by itself takes less than in its place."""
 
 
 class Figure(NamedTuple):
@@ -38,7 +63,7 @@ class Figure(NamedTuple):
     what: str
     measured: float
     unit: str
-    bar: float
+    bar: float | None = None
     aim: float | None = None
     at_least: bool = False
 
@@ -46,115 +71,24 @@ class Figure(NamedTuple):
     def met(self) -> str:
         """Say which of bar and aim the figure meets."""
         sign = -1 if self.at_least else 1
+        if self.bar is None:
+            return ""
         if sign * self.measured > sign * self.bar:
             return "over the bar" if not self.at_least else "under the bar"
         return "aim met" if self.aim is not None and sign * self.measured <= sign * self.aim else "bar met"
 
 
-def no_grad() -> None:
-    """Enter and leave torch's own scope: the unit."""
-    with torch.no_grad():
-        pass
-
-
-def outermost() -> None:
-    """Enter and leave a scope that changes the level."""
-    with matmul_precision("medium"):
-        pass
-
-
-def nested_change() -> None:
-    """Do so inside another scope."""
-    with matmul_precision("medium"):
-        pass
-
-
-def nested_same() -> None:
-    """Enter and leave a scope of the level that is on."""
-    with matmul_precision("high"):
-        pass
-
-
-@matmul_precision("medium")
-def decorated() -> None:
-    """Do nothing in a scope."""
-
-
-def bare() -> None:
-    """Do nothing."""
-
-
-def fastest() -> dict[str, float]:
-    """Return the fastest time of each case in seconds, taken in turns."""
-    inside: dict[str, Callable[[], object]] = {
-        "nested_change": nested_change,
-        "nested_same": nested_same,
-        "get": get_float32_matmul_precision,
-    }
-    outside: dict[str, Callable[[], object]] = {
-        "no_grad": no_grad,
-        "outermost": outermost,
-        "decorated": decorated,
-        "bare": bare,
-    }
-    best = dict.fromkeys([*outside, *inside], float("inf"))
-    for _ in range(ROUNDS):
-        for name, case in outside.items():
-            best[name] = min(best[name], timeit.timeit(case, number=CALLS) / CALLS)
-        with matmul_precision("high"):
-            for name, case in inside.items():
-                best[name] = min(best[name], timeit.timeit(case, number=CALLS) / CALLS)
-    return best
-
-
-def depth_ratio(depth: int = 1000) -> float:
-    """Return the cost of a scope at a depth against that of a first nested one."""
-
-    def at(levels: int) -> float:
-        scopes = [matmul_precision("high") for _ in range(levels)]
-        for scope in scopes:
-            scope.__enter__()
-        best = min(timeit.repeat(nested_change, number=CALLS, repeat=30))
-        for scope in reversed(scopes):
-            scope.__exit__(None, None, None)
-        return best
-
-    return at(depth) / at(1)
-
-
-def thread_ratio(threads: int = 8, seconds: float = 1.0) -> float:
-    """Return the rate of scopes that several threads enter against that of one."""
-    levels = ["highest", "high", "medium"]
-
-    def rate(count: int) -> float:
-        done = [0] * count
-        start = threading.Barrier(count + 1)
-        stop = threading.Event()
-
-        def work(number: int) -> None:
-            level = levels[number % 3]
-            start.wait()
-            while not stop.is_set():
-                for _ in range(100):
-                    with matmul_precision(level):
-                        pass
-                done[number] += 100
-
-        workers = [threading.Thread(target=work, args=(number,)) for number in range(count)]
-        for worker in workers:
-            worker.start()
-        start.wait()
-        began = time.perf_counter()
-        time.sleep(seconds)
-        stop.set()
-        for worker in workers:
-            worker.join()
-        return sum(done) / (time.perf_counter() - began)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        alone = max(rate(1) for _ in range(2))
-        return max(rate(threads) for _ in range(2)) / alone
+def measured(measurement: str) -> dict[str, float]:
+    """Return the medians of the figures of a measurement."""
+    runs = [
+        json.loads(
+            subprocess.run(
+                [sys.executable, HERE / "measurements.py", measurement], stdout=subprocess.PIPE, check=True
+            ).stdout
+        )
+        for _ in range(PROCESSES[measurement])
+    ]
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def import_milliseconds() -> float:
@@ -171,138 +105,62 @@ print((time.perf_counter() - began) * 1e3)
             subprocess.run(
                 [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
             )
-            for _ in range(4)
+            for _ in range(6)
         ]
     return min(float(run.stdout) for run in runs)
 
 
-def isolation_ratios() -> tuple[float, float, float, float, float]:
-    """Return the time of 8x8 and 1024x1024 products with isolation over that without, and a scope's 8x8.
-
-    Then that of 1024x1024 products with emulation over plain ones, and of 8x8
-    ones after emulation over isolated ones before.
-
-    A process cannot go back and forth, so each measures plain products first;
-    several take turns, and each case counts with its fastest time of all.
-    """
-    program = """
-import json, time, timeit, torch
-from precision_scope import disable_emulation, enable_emulation, enable_isolation, matmul_precision
-torch.set_num_threads(1)
-small, large = torch.randn(8, 8), torch.randn(1024, 1024)
-def fastest(matrix, calls, repeat):
-    return min(timeit.repeat(lambda: torch.mm(matrix, matrix), number=calls, repeat=repeat)) / calls
-found = [fastest(small, 1000, 60), fastest(large, 1, 60)]
-enable_isolation()
-found += [fastest(small, 1000, 60), fastest(large, 1, 60)]
-with matmul_precision("high"):
-    found.append(fastest(small, 1000, 60))
-enable_emulation("cuda")
-with matmul_precision("high"):
-    found.append(fastest(large, 1, 60))
-disable_emulation()
-found.append(fastest(small, 1000, 60))
-print(json.dumps(found))
-"""
-    runs = [
-        json.loads(
-            subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-        )
-        for _ in range(4)
-    ]
-    small, large, isolated_small, isolated_large, in_scope, emulated, afterwards = (
-        min(times) for times in zip(*runs, strict=True)
-    )
-    return (
-        isolated_small / small,
-        isolated_large / large,
-        in_scope / small,
-        emulated / large,
-        afterwards / isolated_small,
-    )
-
-
-def recording_microseconds() -> float:
-    """Return what backward=True adds to a training step, for each operator that the forward records."""
-    program = """
-import timeit, torch
-from precision_scope import enable_isolation, matmul_precision
-torch.set_num_threads(1)
-model = torch.nn.Sequential(*(torch.nn.Linear(8, 8), torch.nn.Tanh()) * 5)
-batch = torch.randn(4, 8)
-def step(backward):
-    with matmul_precision("high", backward=backward):
-        loss = model(batch).sum()
-        loss.backward()
-    return loss
-nodes, seen = [step(True).grad_fn], set()
-while nodes:
-    node = nodes.pop()
-    if node is not None and node.name() != "torch::autograd::AccumulateGrad":
-        seen.add(node)
-        nodes += [earlier for earlier, _ in node.next_functions]
-times = {False: float("inf"), True: float("inf")}
-for _ in range(60):
-    for backward in times:
-        times[backward] = min(times[backward], timeit.timeit(lambda: step(backward), number=30) / 30)
-print((times[True] - times[False]) / len(seen) * 1e6)
-"""
-    return min(
-        float(
-            subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-        )
-        for _ in range(3)
-    )
-
-
-def bytes_per_scope(count: int = 1000) -> tuple[float, float]:
-    """Return the bytes of a live scope, and what is kept of it after exit."""
-    scopes: list[matmul_precision] = [matmul_precision("high")] * count
-    gc.collect()
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    for index in range(count):
-        scopes[index] = matmul_precision("medium")
-        scopes[index].__enter__()
-    inside = tracemalloc.get_traced_memory()[0]
-    while scopes:
-        scopes.pop().__exit__(None, None, None)
-    after = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    return (inside - before) / count, max(0, after - before) / count
-
-
 def figures() -> list[Figure]:
     """Measure every row."""
-    best = fastest()
-    unit = best["no_grad"]
-    live, kept = bytes_per_scope()
-    with_block = best["outermost"] / unit
-    isolated, isolated_large, isolated_in_scope, emulated, afterwards = isolation_ratios()
-    return [
-        Figure("outermost scope, level changes", with_block, "x no_grad", 2.0, 1.0),
-        Figure("nested scope, level changes", best["nested_change"] / unit, "x no_grad", 1.5, 0.8),
-        Figure("nested scope, same level", best["nested_same"] / unit, "x no_grad", 1.2, 0.6),
-        Figure(
-            "decorated call minus bare call",
-            (best["decorated"] - best["bare"]) / unit,
-            "x no_grad",
-            with_block + 0.3,
-            with_block,
-        ),
-        Figure("get_float32_matmul_precision() in a scope", best["get"] / unit, "x no_grad", 0.2),
-        Figure("1,000th nested scope against the first", depth_ratio(), "x", 1.2),
-        Figure("8 threads at different levels, rate against one", thread_ratio(), "x", 0.5, at_least=True),
-        Figure("isolation on, 8x8 product outside scopes", isolated, "x plain", 4.0, 2.5),
-        Figure("isolation on, 8x8 product in a scope", isolated_in_scope, "x plain", 4.0, 2.5),
-        Figure("isolation on, 1024x1024 product", isolated_large, "x plain", 1.03, 1.0),
-        Figure("TF32 emulated, 1024x1024 product", emulated, "x plain", 1.5),
-        Figure("emulation off again, 8x8 product", afterwards, "x isolated", 1.03, 1.0),
-        Figure("backward=True, for each forward operator", recording_microseconds(), "us", 3.0),
+    scopes, parts, others, depths, tasks, threads, products, recording, memory = (
+        measured(name) for name in PROCESSES
+    )
+    block = scopes["outermost"]
+    parts["other"] = block - sum(parts.values()) + parts["write"]
+    parts["other, nested"] = scopes["nested, change"] - sum(
+        share for name, share in parts.items() if name not in ("read_and_write", "other")
+    )
+    rows = [
+        Figure("outermost scope, level changes", block, "x no_grad", 2.0, 1.0),
+        Figure("the same, where flags were set before", others.pop("matmul_precision"), "x no_grad"),
+        Figure("nested scope, level changes", scopes["nested, change"], "x no_grad", 1.5, 0.8),
+        Figure("nested scope, same level", scopes["nested, same"], "x no_grad", 1.2, 0.6),
+        Figure("decorated call minus bare call", scopes["decorated"], "x no_grad", block + 0.3, block),
+        Figure("get_float32_matmul_precision() in a scope", scopes["get"], "x no_grad", 0.2),
+        Figure("1,000th nested scope against the first", depths["1000"], "x", 1.2, 1.0),
+        Figure("10,000th nested scope against the first", depths["10000"], "x"),
+        Figure("scope beside 1,000 tasks with one, against one", tasks["1000"], "x"),
+        Figure("8 threads at different levels, rate against one", threads["8"], "x", 0.5, at_least=True),
+        Figure("64 threads at different levels, rate against one", threads["64"], "x"),
+        Figure("isolation on, 8x8 product outside scopes", products["small"], "x plain", 4.0, 2.5),
+        Figure("isolation on, 8x8 product in a scope", products["small in a scope"], "x plain", 4.0, 2.5),
+        Figure("isolation on, 1024x1024 product", products["large"], "x plain", 1.03, 1.0),
+        Figure("TF32 emulated, 1024x1024 product", products["emulated"], "x plain", 1.5),
+        Figure("emulation off again, 8x8 product", products["after emulation"], "x isolated", 1.03, 1.0),
+        Figure("backward=True, for each forward operator", recording["operator"], "us", 3.0),
         Figure("import beyond torch's own", import_milliseconds(), "ms", 30, 10),
-        Figure("memory per live scope", live, "bytes", 500),
-        Figure("memory kept after exit, per scope", kept, "bytes", 1),
+        Figure("memory per live scope", memory["live"], "bytes", 500),
+        Figure("memory kept after exit, per scope", memory["kept"], "bytes", 1),
+        Figure("torch.no_grad()", scopes["no_grad in us"], "us"),
     ]
+    rows += [Figure(PARTS[name], share, "x no_grad") for name, share in parts.items()]
+    return rows + [Figure(name, ratio, "x no_grad") for name, ratio in others.items()]
+
+
+def machine() -> dict[str, str]:
+    """Return what the figures hold for."""
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("numpy", "jax", "threadpoolctl")
+        if importlib.util.find_spec(name) is not None
+    }
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        **versions,
+    }
 
 
 def main() -> None:
@@ -312,13 +170,14 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = figures()
     if arguments.json:
-        print(json.dumps([{**row._asdict(), "met": row.met} for row in rows], indent=2))
+        table = [{**row._asdict(), "met": row.met} for row in rows]
+        print(json.dumps({**machine(), "figures": table}, indent=2))
         return
-    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} cores")
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
     print(f"{'what':48} {'measured':>9} {'bar':>7} {'aim':>7}")
     for row in rows:
-        aim = "" if row.aim is None else f"{row.aim:.2f}"
-        print(f"{row.what:48} {row.measured:9.2f} {row.bar:7.2f} {aim:>7}  {row.unit}, {row.met}")
+        bar, aim = ("" if limit is None else f"{limit:.2f}" for limit in (row.bar, row.aim))
+        print(f"{row.what:48} {row.measured:9.2f} {bar:>7} {aim:>7}  {row.unit}{row.met and ', '}{row.met}")
 
 
 if __name__ == "__main__":
