@@ -33,6 +33,7 @@ def _flags_held() -> Generator[bool]:
     lock = ledger.lock
     locked = False
     try:
+        # By "for", as in Lock.acquire: no call of a helper could say so exactly.
         for locked in iter(functools.partial(lock.acquire, timeout=_PATIENCE), None):  # noqa: B007
             break
         if not locked:

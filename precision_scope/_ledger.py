@@ -449,6 +449,7 @@ class Ledger:
         while self.over_and_done:
             locked = False
             try:
+                # By "for", as in Lock.acquire: no call of a helper could say so exactly.
                 for locked in iter(functools.partial(self.lock.acquire, False), None):  # noqa: B007
                     break
                 if locked and self.over_and_done:
